@@ -1,0 +1,137 @@
+"""The boundary between the engine and a model: what a backend must offer.
+
+A backend is a `ModelAdapter` subclass, registered under a name (`deepseek_tgi.registry`). The engine knows nothing else
+of models; an adapter knows nothing of batches, sampling or gRPC. `deepseek-tgi check-backend NAME` runs the rules below.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from deepseek_tgi.core import ForwardInputs
+    from deepseek_tgi.kv.layout import KVLayout
+    from deepseek_tgi.kv.pool import KVPool
+    from deepseek_tgi.text.tokenizer import TextTokenizer
+
+ABI_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load; every field has the value that works on a plain machine.
+
+    `dtype` and `kv_cache_dtype` take `auto` or a name; `kernels` takes `auto`, `native`, `torch` or `reference`;
+    `num_threads` 0 means "what this process may use". `rope_scaling`/`rope_factor` are TGI's overrides.
+    """
+
+    dtype: str = "auto"
+    quantize: str | None = None
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16
+    device: str = "cpu"
+    kernels: str = "auto"
+    num_threads: int = 0
+    rank: int = 0
+    world_size: int = 1
+    trust_remote_code: bool = False
+    rope_scaling: str | None = None
+    rope_factor: float | None = None
+    progress: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts about a loaded model that the engine, Info and `/info` report."""
+
+    model_id: str
+    model_type: str
+    dtype: str
+    device_type: str
+    vocab_size: int
+    max_position_embeddings: int
+    quantization: str
+    weight_bytes: int
+    attention_impl: str
+
+
+class ModelAdapter(ABC):
+    """One loaded model.
+
+    Rules: logits are raw (no softmax, no penalties, no temperature), float32, finite where the model is; nothing but the
+    pages named by `slots` is written; the result of a row does not depend on its neighbours beyond a stated tolerance.
+    """
+
+    abi_version: ClassVar[int] = ABI_VERSION
+
+    @classmethod
+    @abstractmethod
+    def get_model(cls, model_id: str, revision: str | None = None, options: LoadOptions | None = None) -> ModelAdapter:
+        """Load `model_id` (a folder, or a hub id already downloaded). Raises `CheckpointError` or `ConfigError`."""
+
+    @property
+    @abstractmethod
+    def info(self) -> ModelInfo:
+        """Facts, constant over the adapter's life."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> TextTokenizer:
+        """The checkpoint's own tokenizer."""
+
+    @property
+    @abstractmethod
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a generation: the checkpoint's own, never a constant."""
+
+    @property
+    @abstractmethod
+    def kv_layout(self) -> KVLayout:
+        """How this rank's cache lies in memory."""
+
+    @abstractmethod
+    def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
+        """Write the K/V of `inputs` to `pool` and return raw logits `[R, V] float32` of `inputs.logit_rows`."""
+
+    @abstractmethod
+    def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
+        """Upper bound of temporary memory of a step with so many tokens and logit rows."""
+
+    @property
+    def pad_token_id(self) -> int:
+        """Id used to fill up rectangular batches: the tokenizer's, else the smallest EOS id, else 0.
+
+        Padding never reaches the model's arithmetic, so any valid id will do.
+        """
+        pad = self.tokenizer.pad_token_id
+        if pad is not None:
+            return pad
+        return min(self.eos_token_ids, default=0)
+
+    def collate(self, sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Right-pad id lists to `input_ids [B, S] int64` and `attention_mask [B, S]`. Works with no pad token."""
+        import torch
+
+        width = max((len(s) for s in sequences), default=0)
+        ids = torch.full((len(sequences), width), self.pad_token_id, dtype=torch.int64)
+        mask = torch.zeros((len(sequences), width), dtype=torch.int64)
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence)] = torch.tensor(list(sequence), dtype=torch.int64)
+            mask[row, : len(sequence)] = 1
+        return ids, mask
+
+    @abstractmethod
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Raw logits `[B, S, V] float32` of a rectangular batch, with a cache of its own that is dropped afterwards.
+
+        `attention_mask [B, S]` is 1 for tokens and 0 for padding, on either side; None means no padding. Positions
+        count tokens, not columns, so a row gives the same logits wherever its padding stands. Padded places are 0.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most adapters hold nothing that needs it
+        """Free what the process would not free by itself."""
