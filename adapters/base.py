@@ -1,7 +1,8 @@
 """The boundary between the engine and a model: what a backend must offer.
 
-A backend is a `ModelAdapter` subclass, registered under a name (`deepseek_tgi.registry`). The engine knows nothing else
-of models; an adapter knows nothing of batches, sampling or gRPC. `deepseek-tgi check-backend NAME` runs the rules below.
+A backend is a `ModelAdapter` subclass, registered under a name (`deepseek_tgi.registry`). The engine knows no more
+about models; an adapter knows nothing of batches, sampling or gRPC. `deepseek-tgi check-backend NAME` runs
+the rules below.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class ModelInfo:
 class ModelAdapter(ABC):
     """One loaded model.
 
-    Rules: logits are raw (no softmax, no penalties, no temperature), float32, finite where the model is; nothing but the
-    pages named by `slots` is written; the result of a row does not depend on its neighbours beyond a stated tolerance.
+    Rules: logits are raw (no softmax, no penalties, no temperature), float32, finite where the model is; nothing but
+    the pages named by `slots` is written; the result of a row does not depend on its neighbours beyond a stated tolerance.
     """
 
     abi_version: ClassVar[int] = ABI_VERSION
