@@ -65,7 +65,8 @@ class ModelAdapter(ABC):
     """One loaded model.
 
     Rules: logits are raw (no softmax, no penalties, no temperature), float32, finite where the model is; nothing but
-    the pages named by `slots` is written; the result of a row does not depend on its neighbours beyond a stated tolerance.
+    the pages named by `slots` is written; the result of a row does not depend on its neighbours beyond a stated
+    tolerance.
     """
 
     abi_version: ClassVar[int] = ABI_VERSION
