@@ -1,0 +1,81 @@
+"""From a dialect's packed tensors to `Int4Weight` and, for the gemm dialect, back. Pure torch, no loops over rows.
+
+Knows nothing of files or configs: shapes and dtypes were checked by `adapters.quantization`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepseek_tgi.adapters.awq.format import GEMM, NIBBLES_PER_WORD, SYMMETRIC_ZERO, AwqFormat, Axis, Int4Weight
+
+
+def unpack(
+    layout: AwqFormat,
+    weight: torch.Tensor,
+    zeros: torch.Tensor | None,
+    scales: torch.Tensor,
+    shape: tuple[int, int],
+    *,
+    group_size: int,
+) -> Int4Weight:
+    """Unpack one layer of `shape (N, K)` without its bias. `zeros` None means the midpoint.
+
+    `group_size` is the real one. The result owns its memory.
+    """
+    grid = (shape[0], shape[1] // group_size)
+    stored_scales = scales.t() if layout.input_major else scales
+    if zeros is None:
+        unpacked_zeros = torch.full(grid, SYMMETRIC_ZERO, dtype=torch.uint8)
+    else:
+        unpacked_zeros = _unpack_side(layout, zeros, layout.zeros_axis, grid)
+    return Int4Weight(
+        codes=_unpack_side(layout, weight, layout.weight_axis, shape),
+        zeros=unpacked_zeros,
+        scales=stored_scales[:, : grid[1]].clone(memory_format=torch.contiguous_format),
+        group_size=group_size,
+    )
+
+
+def unpack_words(words: torch.Tensor, nibble_order: tuple[int, ...]) -> torch.Tensor:
+    """Spread `[R, W] int32` into `[R, 8 W] uint8`, undoing the nibble order."""
+    rows = words.shape[0]
+    octets = words.contiguous().view(torch.uint8).view(rows, -1, NIBBLES_PER_WORD // 2)
+    spread = torch.empty((rows, octets.shape[1], NIBBLES_PER_WORD), dtype=torch.uint8)
+    for place in range(NIBBLES_PER_WORD // 2):
+        # Little-endian words: octet `place` holds nibbles 2*place (low half) and 2*place + 1 (high half).
+        octet = octets[:, :, place]
+        torch.bitwise_and(octet, 15, out=spread[:, :, nibble_order[2 * place]])
+        torch.bitwise_right_shift(octet, 4, out=spread[:, :, nibble_order[2 * place + 1]])
+    return spread.view(rows, -1)
+
+
+def pack_words(columns: torch.Tensor, nibble_order: tuple[int, ...]) -> torch.Tensor:
+    """Gather `[R, 8 W] uint8` (0..15) into `[R, W] int32` in the nibble order: the inverse of `unpack_words`."""
+    eights = columns.view(columns.shape[0], -1, NIBBLES_PER_WORD)
+    octets = torch.empty((*eights.shape[:2], NIBBLES_PER_WORD // 2), dtype=torch.uint8)
+    for place in range(NIBBLES_PER_WORD // 2):
+        high = eights[:, :, nibble_order[2 * place + 1]] << 4
+        torch.bitwise_or(eights[:, :, nibble_order[2 * place]], high, out=octets[:, :, place])
+    return octets.view(torch.int32).view(columns.shape[0], -1)
+
+
+def pack_gemm(weight: Int4Weight) -> dict[str, torch.Tensor]:
+    """AutoAWQ's gemm tensors of one layer: `qweight [K, N/8]`, `qzeros [G, N/8]`, `scales [G, N] float16`.
+
+    Scales are float16 because AutoAWQ's own module declares them so.
+    """
+    assert weight.out_features % NIBBLES_PER_WORD == 0, "gemm words hold eight output columns"
+    return {
+        GEMM.weight: pack_words(weight.codes.t().contiguous(), GEMM.nibble_order),
+        GEMM.zeros: pack_words(weight.zeros.t().contiguous(), GEMM.nibble_order),
+        GEMM.scales: weight.scales.t().to(torch.float16).contiguous(),
+    }
+
+
+def _unpack_side(layout: AwqFormat, words: torch.Tensor, axis: Axis, shape: tuple[int, int]) -> torch.Tensor:
+    """`[rows, columns] uint8` of `shape`, whichever way the dialect stores and packs it."""
+    packed_is_last = (axis is Axis.OUT) == layout.input_major
+    unpacked = unpack_words(words if packed_is_last else words.t(), layout.nibble_order)
+    oriented = unpacked.t() if axis is Axis.OUT else unpacked
+    return oriented[: shape[0], : shape[1]].contiguous()
