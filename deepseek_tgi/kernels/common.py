@@ -1,0 +1,143 @@
+"""What the contracts share: the compute dtype, the packed-weight types and the checks that name what is wrong."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from deepseek_tgi.errors import ConfigError, GenerationError
+
+
+class ComputeDtype(Enum):
+    """Precision of the matrix products; accumulation is float32 (or exact integers) in both, activations are float32.
+
+    `BFLOAT16` promises an error no larger than rounding every activation to bfloat16 would give; weights stay exact.
+    """
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Tensors:
+    """Unpacked INT4 weight as the checkpoint means it: `w = (codes - zeros) * scales`.
+
+    Shapes: `codes [N, K] uint8` (0..15), `zeros [N, K/g] uint8`, `scales [N, K/g]` float.
+    """
+
+    codes: torch.Tensor
+    zeros: torch.Tensor
+    scales: torch.Tensor
+    group_size: int
+
+
+class PackedInt4(ABC):
+    """An INT4 weight in the form one implementation wants; only that implementation reads inside."""
+
+    __slots__ = ("group_size", "in_features", "nbytes", "out_features")
+
+    def __init__(self, out_features: int, in_features: int, group_size: int, nbytes: int) -> None:
+        self.out_features = out_features
+        self.in_features = in_features
+        self.group_size = group_size
+        self.nbytes = nbytes
+
+    @abstractmethod
+    def dequantise(self) -> torch.Tensor:
+        """The weight as `[N, K] float32`, for tests and conversion."""
+
+
+class PackedDense(ABC):
+    """A dense weight in the form one implementation wants; only that implementation reads inside."""
+
+    __slots__ = ("in_features", "nbytes", "out_features")
+
+    def __init__(self, out_features: int, in_features: int, nbytes: int) -> None:
+        self.out_features = out_features
+        self.in_features = in_features
+        self.nbytes = nbytes
+
+    @abstractmethod
+    def dense(self) -> torch.Tensor:
+        """The weight as stored, `[N, K] float32`, for tests and conversion."""
+
+    @abstractmethod
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids [T] int64` as `[T, K] float32`: a tied embedding reads the head's own storage."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `GenerationError(message)` unless `condition`: a caller handed a kernel something it does not take."""
+    if not condition:
+        raise GenerationError(message)
+
+
+def describe(name: str, tensor: torch.Tensor) -> str:
+    """Name, shape and dtype for a message."""
+    return f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def check_int4(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group_size: int) -> Int4Tensors:
+    """Check an INT4 weight before packing. Raises `ConfigError` naming the tensor that does not fit."""
+    if codes.dim() != 2 or codes.dtype != torch.uint8:
+        raise ConfigError(f"INT4 weight: got {describe('codes', codes)}, expected [N, K] uint8")
+    out_features, in_features = codes.shape
+    if group_size <= 0 or in_features % group_size:
+        raise ConfigError(
+            f"INT4 weight [{out_features}, {in_features}]: group size {group_size} does not divide {in_features}"
+        )
+    groups = (out_features, in_features // group_size)
+    if zeros.dtype != torch.uint8 or tuple(zeros.shape) != groups:
+        raise ConfigError(f"INT4 weight: got {describe('zeros', zeros)}, expected {list(groups)} uint8")
+    if not scales.dtype.is_floating_point or tuple(scales.shape) != groups:
+        raise ConfigError(f"INT4 weight: got {describe('scales', scales)}, expected {list(groups)} of a float dtype")
+    return Int4Tensors(codes, zeros, scales, group_size)
+
+
+def check_dense(weight: torch.Tensor) -> None:
+    """Check a dense weight before packing. Raises `ConfigError`."""
+    if weight.dim() != 2 or not weight.dtype.is_floating_point:
+        raise ConfigError(f"dense weight: got {describe('weight', weight)}, expected [N, K] of a float dtype")
+
+
+def check_linear(
+    x: torch.Tensor,
+    w: PackedInt4 | PackedDense,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    """Check the operands of `out = x @ w.T + bias + residual`. Raises `GenerationError`."""
+    in_features, out_features = w.in_features, w.out_features
+    require(
+        x.dim() == 2 and x.dtype == torch.float32 and x.shape[1] == in_features,
+        f"linear: got {describe('x', x)}, expected [M, {in_features}] float32",
+    )
+    if bias is not None:
+        require(
+            bias.dtype == torch.float32 and tuple(bias.shape) == (out_features,),
+            f"linear: got {describe('bias', bias)}, expected [{out_features}] float32",
+        )
+    for name, tensor in (("residual", residual), ("out", out)):
+        if tensor is not None:
+            require(
+                tensor.dtype == torch.float32 and tuple(tensor.shape) == (x.shape[0], out_features),
+                f"linear: got {describe(name, tensor)}, expected [{x.shape[0]}, {out_features}] float32",
+            )
+
+
+def finish_linear(
+    y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Add `bias` and `residual` to `y` (owned by the caller), into `out` if given."""
+    if bias is not None:
+        y += bias
+    if residual is not None:
+        y += residual
+    if out is None:
+        return y
+    out.copy_(y)
+    return out

@@ -1,0 +1,35 @@
+"""`x @ w.T` with a dense weight: layers kept out of quantisation and the output head.
+
+`dense_linear(x [M, K] f32, w, bias [N] f32 | None, residual [M, N] f32 | None, out [M, N] f32 | None) -> [M, N] f32`.
+Accumulates in float32; `M` may be 0; `out` may be `residual`. Storage is bfloat16 or float32 as `pack_dense` decides
+from the compute dtype (float32 compute never stores less than the checkpoint does).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from deepseek_tgi.kernels.common import PackedDense
+
+__all__ = ["DenseLinear", "PackDense"]
+
+
+class PackDense(Protocol):
+    """Rearranges a dense weight `[N, K]`; the argument is not kept."""
+
+    def __call__(self, weight: torch.Tensor) -> PackedDense: ...
+
+
+class DenseLinear(Protocol):
+    """See the module's docstring."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        w: PackedDense,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...

@@ -1,0 +1,47 @@
+"""Dense linear, spelled out: one output feature at a time in float32."""
+
+from __future__ import annotations
+
+import torch
+
+from deepseek_tgi.kernels.common import PackedDense, check_dense, check_linear, finish_linear
+
+
+class ReferenceDense(PackedDense):
+    """A copy in the checkpoint's own dtype."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+        super().__init__(weight.shape[0], weight.shape[1], weight.nbytes)
+
+    def dense(self) -> torch.Tensor:
+        """The weight as `[N, K] float32`."""
+        return self.weight.float()
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` as float32."""
+        return self.weight[ids].float()
+
+
+def pack_dense(weight: torch.Tensor) -> PackedDense:
+    """Check and copy."""
+    check_dense(weight)
+    return ReferenceDense(weight.clone())
+
+
+def dense_linear(
+    x: torch.Tensor,
+    w: PackedDense,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`out[m, n] = sum over k of x[m, k] * w[n, k]`."""
+    assert isinstance(w, ReferenceDense)
+    check_linear(x, w, bias, residual, out)
+    y = torch.empty((x.shape[0], w.out_features))
+    for n in range(w.out_features):
+        y[:, n] = (x * w.weight[n].float()).sum(1)
+    return finish_linear(y, bias, residual, out)

@@ -1,0 +1,29 @@
+"""Row lookup: `embedding(ids [T] int64, table) -> [T, H] f32`.
+
+`table` is a float tensor `[V, H]`, or a packed dense weight when the output head's storage is shared. Ids outside
+`[0, V)` raise `GenerationError`: the tokenizer and the checkpoint disagree.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from deepseek_tgi.kernels.common import PackedDense, describe, require
+
+__all__ = ["Embedding", "check_embedding"]
+
+
+class Embedding(Protocol):
+    """See the module's docstring."""
+
+    def __call__(self, ids: torch.Tensor, table: torch.Tensor | PackedDense) -> torch.Tensor: ...
+
+
+def check_embedding(ids: torch.Tensor, rows: int) -> None:
+    """Raise `GenerationError` for ids that are not int64 or lie outside the table."""
+    require(ids.dim() == 1 and ids.dtype == torch.int64, f"embedding: got {describe('ids', ids)}, expected [T] int64")
+    if ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        require(low >= 0 and high < rows, f"embedding: got ids from {low} to {high}, expected 0 to {rows - 1}")

@@ -1,0 +1,59 @@
+"""Causal grouped-query attention over the paged cache; prefill, chunks and decode are the same call.
+
+`paged_attention(q [T, H, D] f32, pages, inputs, scale, out | None) -> [T, H, Dv] f32`. Query `i` of request `b` stands
+at position `cache_lens[b] + i` and sees positions 0 to its own, read from the pages only (so `kv_write` of the step
+comes first). Query head `h` reads KV head `h // (H / G)`. Softmax and sums are float32. Keys and values are read as
+stored, whatever the chunking. q may be a strided view with dense heads; out is dense.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.common import describe, require
+from deepseek_tgi.kernels.pages import LayerPages
+
+__all__ = ["PagedAttention", "check_paged_attention"]
+
+
+class PagedAttention(Protocol):
+    """See the module's docstring."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        pages: LayerPages,
+        inputs: ForwardInputs,
+        scale: float,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+def check_paged_attention(q: torch.Tensor, pages: LayerPages, inputs: ForwardInputs, out: torch.Tensor | None) -> None:
+    """Raise `GenerationError` for operands that do not fit. The values in `inputs` are the engine's promise."""
+    heads, width = pages.k.shape[1], pages.k.shape[3]
+    require(
+        q.dim() == 3 and q.dtype == torch.float32 and q.shape[2] == width and q.shape[1] % heads == 0,
+        f"paged_attention: got {describe('q', q)}, expected [T, multiple of {heads}, {width}] float32",
+    )
+    for name, tensor in (
+        ("cu_seqlens", inputs.cu_seqlens),
+        ("block_tables", inputs.block_tables),
+        ("cache_lens", inputs.cache_lens),
+    ):
+        require(tensor.dtype == torch.int32, f"paged_attention: got {describe(name, tensor)}, expected int32")
+    needed = -(-inputs.max_context // pages.block_size)
+    require(
+        inputs.block_tables.shape[1] >= needed or q.shape[0] == 0,
+        f"paged_attention: got {describe('block_tables', inputs.block_tables)}, expected {needed} columns or more "
+        f"for a context of {inputs.max_context}",
+    )
+    if out is not None:
+        shape = (q.shape[0], q.shape[1], pages.v.shape[3])
+        require(
+            tuple(out.shape) == shape and out.dtype == torch.float32 and out.is_contiguous(),
+            f"paged_attention: got {describe('out', out)}, expected {list(shape)} float32, contiguous",
+        )

@@ -1,0 +1,32 @@
+"""How kernels see one layer of the paged cache: typed strided tensors and the addresses behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """One layer's part of every page; a view of memory that `KVPool` owns.
+
+    Shapes: `k [P, G, S, Dk]`, `v [P, G, S, Dv]` of `dtype` (uint8 when quantised), `k_scale`/`v_scale [P, G, S, 2]`
+    float16 (scale, then zero) or None. The page axis has the stride of a whole page; the others are dense.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    block_size: int
+
+    @property
+    def quantised(self) -> bool:
+        """True if values need their scale and zero to be read."""
+        return self.k_scale is not None
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in the pool; a slot at or above this is refused."""
+        return int(self.k.shape[0]) * self.block_size

@@ -1,0 +1,14 @@
+"""Gated activation, vectorised."""
+
+from __future__ import annotations
+
+import torch
+
+from deepseek_tgi.kernels.silu_mul import check_silu_mul
+
+
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """See the contract."""
+    check_silu_mul(gate_up, out)
+    gate, up = gate_up.chunk(2, 1)
+    return torch.mul(torch.nn.functional.silu(gate), up, out=out)

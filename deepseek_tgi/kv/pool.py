@@ -1,0 +1,129 @@
+"""The paged cache's memory: `KVPool` owns every page; kernels see it one layer at a time."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from deepseek_tgi.errors import GenerationError, ResourceError
+from deepseek_tgi.kernels.int8_format import dequantise_rows
+from deepseek_tgi.kernels.pages import LayerPages
+from deepseek_tgi.kv.layout import PAGE_ALIGNMENT_BYTES, KVLayout, KVMode, Section
+
+__all__ = ["KVPool", "LayerPages"]
+
+_DTYPES = {
+    KVMode.FLOAT32: torch.float32,
+    KVMode.BFLOAT16: torch.bfloat16,
+    KVMode.FLOAT16: torch.float16,
+    KVMode.INT8: torch.uint8,
+}
+
+
+class KVPool:
+    """Owner of `num_blocks` pages of `layout`; the only object that allocates or frees cache memory.
+
+    On a CPU the pages are an anonymous mapping: memory is taken as pages are first written, starts zeroed and lies on
+    a 4096-byte boundary. Raises `ResourceError` if the address space cannot be had.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: str | torch.device = "cpu") -> None:
+        if num_blocks < 1:
+            raise ResourceError(
+                f"KV pool: got {num_blocks} blocks, expected at least 1 ({layout.bytes_per_block} bytes)"
+            )
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = torch.device(device)
+        self._storage: torch.Tensor | None = self._allocate()
+        self._views = [self._make_view(layer) for layer in range(layout.num_layers)]
+
+    @property
+    def num_slots(self) -> int:
+        """Token places in the pool."""
+        return self.num_blocks * self.layout.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages, touched or not."""
+        return self.num_blocks * self.layout.bytes_per_block
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """All pages as `[num_blocks, bytes_per_block] uint8`. Raises `GenerationError` after `close`."""
+        if self._storage is None:
+            raise GenerationError("KV pool: used after close")
+        return self._storage
+
+    def view(self, layer: int) -> LayerPages:
+        """The part of every page that belongs to `layer`; made once. Raises `GenerationError` after `close`."""
+        if not self._views:
+            raise GenerationError("KV pool: used after close")
+        return self._views[layer]
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is stored at `slots [n] int64`, dequantised: `k [n, G, Dk]`, `v [n, G, Dv]`, both float32."""
+        pages = self.view(layer)
+        page, offset = slots // pages.block_size, slots % pages.block_size
+        k, v = pages.k[page, :, offset], pages.v[page, :, offset]
+        if pages.k_scale is None or pages.v_scale is None:
+            return k.float(), v.float()
+        return dequantise_rows(k, pages.k_scale[page, :, offset]), dequantise_rows(v, pages.v_scale[page, :, offset])
+
+    def check_integrity(self) -> None:
+        """Raise `GenerationError` if the pages no longer lie where the layout says; reads no page."""
+        storage = self.storage
+        expected = (self.num_blocks, self.layout.bytes_per_block)
+        if tuple(storage.shape) != expected or storage.data_ptr() % PAGE_ALIGNMENT_BYTES:
+            raise GenerationError(
+                f"KV pool: storage is {list(storage.shape)} at offset {storage.data_ptr() % PAGE_ALIGNMENT_BYTES} of a "
+                f"{PAGE_ALIGNMENT_BYTES}-byte boundary, expected {list(expected)} at 0"
+            )
+        for layer, pages in enumerate(self._views):
+            self._check_layer(layer, pages, storage.data_ptr())
+
+    def close(self) -> None:
+        """Give the memory back; views handed out earlier must not be used any more."""
+        self._views = []
+        self._storage = None
+
+    def _allocate(self) -> torch.Tensor:
+        shape = (self.num_blocks, self.layout.bytes_per_block)
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        try:
+            mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ResourceError(
+                f"KV pool: cannot map {self.nbytes} bytes ({self.num_blocks} blocks of "
+                f"{self.layout.bytes_per_block}): {error}; give fewer blocks or a smaller cache dtype"
+            ) from error
+        # frombuffer keeps the mapping alive as long as any view of the tensor lives.
+        return torch.frombuffer(mapping, dtype=torch.uint8).view(shape)
+
+    def _make_view(self, layer: int) -> LayerPages:
+        parts = {s.name: self._section(s) for s in self.layout.sections(layer)}
+        return LayerPages(parts["k"], parts["v"], parts.get("k_scale"), parts.get("v_scale"), self.layout.block_size)
+
+    def _section(self, section: Section) -> torch.Tensor:
+        dtype = torch.float16 if section.name.endswith("_scale") else _DTYPES[self.layout.mode]
+        flat = self.storage.view(-1).view(dtype)
+        heads, slots, width = section.shape
+        page_stride = self.layout.bytes_per_block // section.item_bytes
+        return flat.as_strided(
+            (self.num_blocks, heads, slots, width),
+            (page_stride, slots * width, width, 1),
+            section.offset_bytes // section.item_bytes,
+        )
+
+    def _check_layer(self, layer: int, pages: LayerPages, base: int) -> None:
+        for section in self.layout.sections(layer):
+            view: torch.Tensor = getattr(pages, section.name)
+            at = view.data_ptr() - base
+            if at != section.offset_bytes or view.stride(0) * section.item_bytes != self.layout.bytes_per_block:
+                raise GenerationError(
+                    f"KV pool: layer {layer} {section.name} lies at byte {at} with page stride "
+                    f"{view.stride(0) * section.item_bytes}, expected {section.offset_bytes} and "
+                    f"{self.layout.bytes_per_block}"
+                )
