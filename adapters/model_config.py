@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deepseek_tgi.adapters.json_fields import Fields, read_json
+from deepseek_tgi.adapters.quant_settings import QuantSettings, read_quant_settings
 from deepseek_tgi.adapters.rope_config import RopeConfig, RopeKind, read_rope
 from deepseek_tgi.errors import CheckpointError, UnsupportedModelError
 
@@ -66,8 +67,8 @@ class GatedMlp:
 class ModelConfig:
     """What the model is, from `config.json` alone; no tensor has been looked at.
 
-    `dtype` is the stored name or None; `quantization` is the raw `quantization_config` object, which
-    `adapters.quantization` judges. `folder` is where the checkpoint lies.
+    `dtype` is the stored name or None; `quantization` is what the file declares, already refused if it cannot be read.
+    `folder` is where the checkpoint lies.
     """
 
     folder: Path
@@ -85,7 +86,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
-    quantization: Mapping[str, object] | None
+    quantization: QuantSettings
 
     def with_rope(self, kind: str, factor: float) -> ModelConfig:
         """The config under TGI's rope overrides."""
@@ -133,7 +134,7 @@ def parse_model_config(fields: Fields, folder: Path) -> ModelConfig:
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         eos_token_ids=fields.token_ids("eos_token_id"),
         pad_token_id=next(iter(fields.token_ids("pad_token_id")), None),
-        quantization=None if quantization is None else quantization.data,
+        quantization=read_quant_settings(folder, None if quantization is None else quantization.data),
     )
 
 
