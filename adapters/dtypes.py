@@ -1,0 +1,51 @@
+"""Which number formats a loaded model computes and caches in, from what was asked and what the machine has.
+
+`auto` always starts. Compute on a CPU is bfloat16 where the CPU multiplies it (AVX512-BF16), else float32. float16 is
+never computed on a CPU: no x86 path for it is faster than float32, and its range overflows on DeepSeek activations;
+asking for it gives float32, which keeps every bit float16 would, with a warning. What is in use is what `ModelInfo`
+reports.
+
+The cache follows compute under `auto` (bfloat16 for bfloat16, else float32): keys are then no coarser than what the
+matrix products around them see, at half the bytes of float32 where that is already the working precision.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from deepseek_tgi.errors import ConfigError
+from deepseek_tgi.kernels.common import ComputeDtype
+from deepseek_tgi.kv.layout import KVMode
+
+logger = logging.getLogger(__name__)
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = ("auto", *(mode.value for mode in KVMode))
+
+
+def resolve_compute_dtype(wish: str) -> ComputeDtype:
+    """The precision of matrix products on this CPU. Raises `ConfigError` for a name that is not in `DTYPES`."""
+    if wish not in DTYPES:
+        raise ConfigError(f"dtype: got {wish!r}, expected one of {', '.join(DTYPES)}")
+    if wish == "auto":
+        return ComputeDtype.BFLOAT16 if cpu_multiplies_bfloat16() else ComputeDtype.FLOAT32
+    if wish == "float16":
+        logger.warning("dtype: float16 is not computed on a CPU; using float32, which holds every float16 value")
+        return ComputeDtype.FLOAT32
+    return ComputeDtype(wish)
+
+
+def resolve_kv_mode(wish: str, compute: ComputeDtype) -> KVMode:
+    """The format of cached keys and values. Raises `ConfigError` for a name that is not in `KV_CACHE_DTYPES`."""
+    if wish not in KV_CACHE_DTYPES:
+        raise ConfigError(f"kv_cache_dtype: got {wish!r}, expected one of {', '.join(KV_CACHE_DTYPES)}")
+    if wish == "auto":
+        return KVMode.BFLOAT16 if compute is ComputeDtype.BFLOAT16 else KVMode.FLOAT32
+    return KVMode(wish)
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """True if the CPU has AVX512-BF16."""
+    return bool(torch.cpu._is_avx512_bf16_supported())

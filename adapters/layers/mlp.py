@@ -1,0 +1,64 @@
+"""The gated MLP: `hidden += down(silu(gate(x)) * up(x))` with `x = norm(hidden)`; gate and up are one product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepseek_tgi.adapters.layers.linear import Linear
+from deepseek_tgi.adapters.layers.norm import RmsNorm
+from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, padded
+from deepseek_tgi.adapters.model_config import GatedMlp, ModelConfig
+from deepseek_tgi.adapters.weights import WeightSource
+
+
+class Mlp(Part):
+    """A dense gated MLP with its norm."""
+
+    def __init__(self, norm: RmsNorm, gate_up: Linear, down: Linear, intermediate_size: int, silu_mul: Any) -> None:
+        self._norm = norm
+        self._gate_up = gate_up
+        self._down = down
+        self._silu_mul = silu_mul
+        self._widths = (norm.size, 2 * intermediate_size, intermediate_size)
+
+    @classmethod
+    def load(cls, source: WeightSource, name: str, norm: str, config: ModelConfig, mlp: GatedMlp) -> Mlp:
+        """Read module `name` (for example `model.layers.0.mlp`) and the norm before it."""
+        hidden, inner = config.hidden_size, mlp.intermediate_size
+        names = (f"{name}.gate_proj", f"{name}.up_proj")
+        return cls(
+            source.norm(norm, hidden, config.rms_norm_eps),
+            source.linear(names, (inner, inner), hidden, mlp.bias),
+            source.linear((f"{name}.down_proj",), (hidden,), inner, mlp.bias),
+            inner,
+            source.kernels.silu_mul,
+        )
+
+    @property
+    def scratch_floats(self) -> int:
+        """See `Part`."""
+        return sum(padded(w) for w in self._widths)
+
+    @property
+    def binding(self) -> tuple[Any, ...]:
+        """See `Part`."""
+        return ("mlp", *self._widths)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Part`."""
+        return self._norm.nbytes + self._gate_up.nbytes + self._down.nbytes
+
+    def bind(self, scratch: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Buffers `normed [T, H]`, `gate_up [T, 2I]`, `inner [T, I]`."""
+        return tuple(cut(scratch, num_tokens, self._widths))
+
+    def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
+        """See `Part`."""
+        normed, gate_up, inner = buffers
+        self._norm(hidden, normed)
+        self._gate_up(normed, None, gate_up)
+        self._silu_mul(gate_up, inner)
+        self._down(inner, hidden, hidden)

@@ -1,0 +1,71 @@
+"""What a decoder runs: parts that read the residual stream and add to it, with scratch memory they do not own.
+
+Choice: every part states how many floats of scratch a token needs and gets one shared stretch of memory, cut into its
+buffers once for each step size. Prevents: allocations inside the layer loop, and each kind of layer growing its own
+buffers. Rejected: tensors returned from part to part, which would allocate 4 tensors a layer on every token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.pages import LayerPages
+
+ALIGNMENT_FLOATS = 16
+"""Buffers start on 64-byte lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What every part of one step sees. `pages[i]` belongs to layer i; `cos_sin [P, D] float32` covers the step."""
+
+    inputs: ForwardInputs
+    pages: Sequence[LayerPages]
+    cos_sin: torch.Tensor
+
+
+class Part(ABC):
+    """One residual part: `hidden += f(norm(hidden))`."""
+
+    @property
+    @abstractmethod
+    def scratch_floats(self) -> int:
+        """Floats of scratch one token needs."""
+
+    @property
+    @abstractmethod
+    def binding(self) -> tuple[Any, ...]:
+        """Parts of equal `binding` cut scratch alike and share the result of `bind`."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the weights as held in memory."""
+
+    @abstractmethod
+    def bind(self, scratch: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Cut `scratch [num_tokens * scratch_floats] float32` into this part's buffers for so many tokens."""
+
+    @abstractmethod
+    def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
+        """Add this part's output to `hidden [T, H] float32` in place, using what `bind` made."""
+
+
+def padded(width: int) -> int:
+    """`width` floats rounded up, so that the next buffer stays aligned."""
+    return -(-width // ALIGNMENT_FLOATS) * ALIGNMENT_FLOATS
+
+
+def cut(scratch: torch.Tensor, num_tokens: int, widths: Sequence[int]) -> list[torch.Tensor]:
+    """Consecutive dense buffers `[num_tokens, width]` of `scratch`, each on an aligned start."""
+    buffers, at = [], 0
+    for width in widths:
+        buffers.append(scratch[at : at + num_tokens * width].view(num_tokens, width))
+        at += num_tokens * padded(width)
+    return buffers

@@ -1,0 +1,70 @@
+"""Builds a model from a checkpoint, one layer at a time, and says what was loaded."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+
+from deepseek_tgi.adapters.checkpoint import Checkpoint
+from deepseek_tgi.adapters.layers.head import Head
+from deepseek_tgi.adapters.layers.linear import Linear
+from deepseek_tgi.adapters.layers.part import Part
+from deepseek_tgi.adapters.layers.rope import RopeTable
+from deepseek_tgi.adapters.model_config import ModelConfig
+from deepseek_tgi.adapters.models import LAYERS
+from deepseek_tgi.adapters.models.decoder import Decoder, DecoderWeights
+from deepseek_tgi.adapters.weights import WeightSource
+from deepseek_tgi.kernels.common import PackedDense
+
+logger = logging.getLogger(__name__)
+
+EMBEDDING = "model.embed_tokens"
+HEAD = "lm_head"
+
+
+def load_decoder(config: ModelConfig, checkpoint: Checkpoint, source: WeightSource, progress: bool = False) -> Decoder:
+    """Read and pack every tensor of the model.
+
+    With `progress`, shows a bar on stderr if that is a terminal. Raises `CheckpointError` naming the tensor.
+    """
+    started = time.monotonic()
+    device = torch.device("cpu")
+    parts: list[Part] = []
+    for index in _shown(config.num_hidden_layers, progress):
+        parts.extend(LAYERS[config.model_type](config, source, index))
+        checkpoint.release()
+    norm = source.norm("model.norm", config.hidden_size, config.rms_norm_eps)
+    table, matrix = _load_ends(config, source)
+    head = Head(norm, matrix, config.vocab_size)
+    rope = RopeTable(config.rope, config.attention.head_dim, config.max_position_embeddings, device)
+    checkpoint.finish()
+    decoder = Decoder(DecoderWeights(table, parts, head, rope), source.kernels.embedding, device)
+    stored = ", ".join(f"{count} {name}" for name, count in sorted(source.formats.items()))
+    logger.info(
+        "%s: loaded %s, %d layers (%s modules), %.1f MB on disk, %.1f MB in memory, %.2f s",
+        config.folder, config.model_type, config.num_hidden_layers, stored, checkpoint.num_bytes / 1e6,
+        decoder.nbytes / 1e6, time.monotonic() - started,
+    )  # fmt: skip
+    return decoder
+
+
+def _load_ends(config: ModelConfig, source: WeightSource) -> tuple[torch.Tensor | PackedDense, Linear]:
+    """The embedding table and the output matrix; one storage for both when tied."""
+    head = source.output_head(HEAD, EMBEDDING, config)
+    if config.tie_word_embeddings:
+        assert isinstance(head.weight, PackedDense), "a tied head is the dense embedding"
+        return head.weight, head
+    return source.table(EMBEDDING, HEAD, config), head
+
+
+def _shown(num_layers: int, progress: bool) -> Iterator[int]:
+    if progress and sys.stderr.isatty():
+        from tqdm import tqdm
+
+        yield from tqdm(range(num_layers), desc="loading", unit="layer", file=sys.stderr, leave=False)
+    else:
+        yield from range(num_layers)

@@ -1,0 +1,99 @@
+"""Runs a list of parts between an embedding and an output head: the whole of a model's arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepseek_tgi.adapters.layers.head import Head
+from deepseek_tgi.adapters.layers.part import Part, StepContext
+from deepseek_tgi.adapters.layers.rope import RopeTable
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.common import PackedDense
+from deepseek_tgi.kernels.embedding import Embedding
+from deepseek_tgi.kernels.pages import LayerPages
+
+Buffers = tuple[torch.Tensor, ...]
+KEPT_SIZES = 8
+"""Step sizes whose cut of the scratch memory is remembered: decode comes back to the same few."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """A loaded model: `table [V, H]` (a tensor, or the head's own storage when tied), the parts in order, the head."""
+
+    table: torch.Tensor | PackedDense
+    parts: Sequence[Part]
+    head: Head
+    rope: RopeTable
+
+
+class Scratch:
+    """Owner of the memory all parts share. Grown to the largest step seen, never shrunk.
+
+    Not for two steps at once: one model runs one step at a time.
+    """
+
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+        self._parts = parts
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.float32, device=device)
+        self._cuts: dict[int, list[Buffers]] = {}
+        self.floats_per_token = max((p.scratch_floats for p in parts), default=0)
+
+    def cut(self, num_tokens: int) -> list[Buffers]:
+        """Each part's buffers for a step of `num_tokens`."""
+        found = self._cuts.get(num_tokens)
+        if found is None:
+            found = self._make(num_tokens)
+            if len(self._cuts) >= KEPT_SIZES:
+                del self._cuts[next(iter(self._cuts))]
+            self._cuts[num_tokens] = found
+        return found
+
+    def _make(self, num_tokens: int) -> list[Buffers]:
+        needed = num_tokens * self.floats_per_token
+        if needed > self._memory.numel():
+            self._cuts.clear()
+            self._memory = torch.empty(0, dtype=torch.float32, device=self._device)
+            self._memory = torch.empty(needed, dtype=torch.float32, device=self._device)
+        shared: dict[tuple[Any, ...], Buffers] = {}
+        for part in self._parts:
+            if part.binding not in shared:
+                shared[part.binding] = part.bind(self._memory, num_tokens)
+        return [shared[part.binding] for part in self._parts]
+
+
+class Decoder:
+    """A loaded model that can take steps. Holds no request state."""
+
+    def __init__(self, weights: DecoderWeights, embedding: Embedding, device: torch.device) -> None:
+        self._weights = weights
+        self._embedding = embedding
+        self._scratch = Scratch(weights.parts, device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as held in memory; a tied table counts once."""
+        w = self._weights
+        table = w.table.nbytes if isinstance(w.table, torch.Tensor) else 0
+        return table + sum(p.nbytes for p in w.parts) + w.head.nbytes
+
+    def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
+        """Upper bound of what a step takes beyond weights and cache."""
+        head = self._weights.head
+        width = head.norm.size
+        per_token = self._scratch.floats_per_token + 2 * width  # the stream, and rows of the table before conversion
+        return 4 * (num_tokens * per_token + num_logit_rows * (width + head.vocab_size))
+
+    def step(self, inputs: ForwardInputs, pages: Sequence[LayerPages]) -> torch.Tensor:
+        """Raw logits `[R, V] float32` of `inputs.logit_rows`; K/V of all tokens is written to `pages`."""
+        weights = self._weights
+        hidden = self._embedding(inputs.input_ids, weights.table)  # [T, H], the residual stream
+        context = StepContext(inputs, pages, weights.rope.covering(inputs.max_context))
+        for part, buffers in zip(weights.parts, self._scratch.cut(hidden.shape[0]), strict=True):
+            part(hidden, buffers, context)
+        return weights.head(hidden, inputs.logit_rows)

@@ -1,0 +1,155 @@
+"""The `deepseek-quant` backend: config, checkpoint and kernels put together behind the adapter boundary."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from deepseek_tgi.adapters import ragged
+from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter, ModelInfo
+from deepseek_tgi.adapters.checkpoint import Checkpoint
+from deepseek_tgi.adapters.dtypes import resolve_compute_dtype, resolve_kv_mode
+from deepseek_tgi.adapters.loading import load_decoder
+from deepseek_tgi.adapters.model_config import ModelConfig, read_model_config
+from deepseek_tgi.adapters.models.decoder import Decoder
+from deepseek_tgi.adapters.quantization import resolve
+from deepseek_tgi.adapters.weights import WeightSource
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.errors import ConfigError
+from deepseek_tgi.kernels.select import KernelSet, select_kernels
+from deepseek_tgi.kv.layout import KVLayout, KVMode
+from deepseek_tgi.kv.pool import KVPool
+from deepseek_tgi.text.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class QuantizedModelAdapter(ModelAdapter):
+    """A DeepSeek-family decoder from AWQ-INT4 (or dense) weights; made by `get_model`.
+
+    The residual stream, norms, softmax and logits are float32 whatever the compute dtype. Takes one step at a time.
+    """
+
+    def __init__(self, decoder: Decoder, tokenizer: TextTokenizer, info: ModelInfo, layout: KVLayout) -> None:
+        self._decoder = decoder
+        self._tokenizer = tokenizer
+        self._info = info
+        self._layout = layout
+        self._eos_token_ids = tokenizer.eos_token_ids
+
+    @classmethod
+    def get_model(
+        cls, model_id: str, revision: str | None = None, options: LoadOptions | None = None
+    ) -> QuantizedModelAdapter:
+        """Load a checkpoint folder or a downloaded hub id. What cannot be served is refused before weights are read.
+
+        Raises: `CheckpointError`, `UnsupportedModelError`, `ConfigError`.
+        """
+        options = options or LoadOptions()
+        _refuse_sharding(options)
+        folder = _folder(model_id, revision)
+        config = _with_overrides(read_model_config(folder), options)
+        compute = resolve_compute_dtype(options.dtype)
+        layout = _kv_layout(config, resolve_kv_mode(options.kv_cache_dtype, compute), options.block_size)
+        tokenizer = _load_tokenizer(folder, config)
+        checkpoint = Checkpoint(folder)
+        plan = resolve(config, checkpoint)
+        kernels = select_kernels(options.device, compute, options.kernels, options.num_threads)
+        decoder = load_decoder(config, checkpoint, WeightSource(plan, kernels), options.progress)
+        info = _describe(model_id, config, kernels, decoder, plan.label)
+        return cls(decoder, tokenizer, info, layout)
+
+    @property
+    def info(self) -> ModelInfo:
+        """See `ModelAdapter`; `dtype` is the precision computed in, not the one stored."""
+        return self._info
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """See `ModelAdapter`."""
+        return self._tokenizer
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """See `ModelAdapter`."""
+        return self._eos_token_ids
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """See `ModelAdapter`."""
+        return self._layout
+
+    def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
+        """See `ModelAdapter`; the logits belong to the caller."""
+        return self._decoder.step(inputs, [pool.view(layer) for layer in range(self._layout.num_layers)])
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """See `ModelAdapter`. Raises `RequestError` for a mask or ids that do not fit."""
+        batch = ragged.pack(input_ids, attention_mask, self._info.vocab_size, self._layout.block_size)
+        if not batch.num_blocks:
+            return torch.zeros(*input_ids.shape, self._info.vocab_size)
+        pool = KVPool(self._layout, batch.num_blocks)
+        try:
+            return batch.spread(self.step(batch.inputs, pool))
+        finally:
+            pool.close()
+
+    def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
+        """See `ModelAdapter`."""
+        return self._decoder.workspace_bytes(num_tokens, num_logit_rows)
+
+
+def _folder(model_id: str, revision: str | None) -> Path:
+    path = Path(model_id)
+    if path.is_dir():
+        return path
+    from deepseek_tgi.adapters.hub import resolve_folder
+
+    return resolve_folder(model_id, revision)
+
+
+def _refuse_sharding(options: LoadOptions) -> None:
+    if options.world_size != 1 or options.rank != 0:
+        raise ConfigError(
+            f"num_shard: got {options.world_size}, expected 1: this version runs a model in one process; "
+            "start it with --num-shard 1 (or leave the flag out)"
+        )
+
+
+def _with_overrides(config: ModelConfig, options: LoadOptions) -> ModelConfig:
+    if options.rope_scaling is not None:
+        return config.with_rope(options.rope_scaling, options.rope_factor or 1.0)
+    if options.rope_factor is not None:
+        raise ConfigError(f"rope_factor: got {options.rope_factor} without rope_scaling, expected both or neither")
+    return config
+
+
+def _kv_layout(config: ModelConfig, mode: KVMode, block_size: int) -> KVLayout:
+    spec = config.attention
+    return KVLayout(config.num_hidden_layers, spec.num_key_value_heads, spec.head_dim, spec.head_dim, mode, block_size)
+
+
+def _load_tokenizer(folder: Path, config: ModelConfig) -> TextTokenizer:
+    tokenizer = TextTokenizer.from_folder(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        logger.warning(
+            "%s: the tokenizer has ids up to %d, the model only %d rows; a prompt with such an id is refused",
+            folder, tokenizer.vocab_size - 1, config.vocab_size,
+        )  # fmt: skip
+    return tokenizer
+
+
+def _describe(model_id: str, config: ModelConfig, kernels: KernelSet, decoder: Decoder, stored: str) -> ModelInfo:
+    return ModelInfo(
+        model_id=model_id,
+        model_type=config.model_type,
+        dtype=kernels.compute_dtype.value,
+        device_type="cpu",
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        quantization=stored,
+        weight_bytes=decoder.nbytes,
+        attention_impl=f"paged-{kernels.name}",
+    )

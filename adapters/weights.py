@@ -1,0 +1,70 @@
+"""From a checkpoint to packed weights: the one door through which layers get their numbers.
+
+Choice: tensors are read, packed and dropped one module at a time, so the peak is the packed model plus what one fused
+module takes unpacked. Prevents: a loader that needs the model twice. Rejected: building a dense state dict first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from deepseek_tgi.adapters.awq.format import DenseWeight, Int4Weight
+from deepseek_tgi.adapters.layers.linear import Linear, PackedLinear, SplitLinear
+from deepseek_tgi.adapters.layers.norm import RmsNorm
+from deepseek_tgi.adapters.model_config import ModelConfig
+from deepseek_tgi.adapters.quantization import QuantPlan
+from deepseek_tgi.kernels.select import KernelSet
+
+
+class WeightSource:
+    """Reads modules of one checkpoint by name and packs them for `kernels`. Used while loading only.
+
+    `formats` counts the modules by how they were stored.
+    """
+
+    def __init__(self, plan: QuantPlan, kernels: KernelSet) -> None:
+        self.kernels = kernels
+        self.formats: Counter[str] = Counter()
+        self._plan = plan
+
+    def linear(self, names: Sequence[str], widths: Sequence[int], in_features: int, bias: bool) -> Linear:
+        """Modules `names`, of `widths` outputs each, fused along the outputs in the order given.
+
+        Raises: `CheckpointError` for a tensor that is missing or of another shape, naming it.
+        """
+        weights = [self._plan.linear(n, w, in_features, bias) for n, w in zip(names, widths, strict=True)]
+        self.formats.update("int4" if isinstance(w, Int4Weight) else "dense" for w in weights)
+        int4 = [w for w in weights if isinstance(w, Int4Weight)]
+        dense = [w for w in weights if isinstance(w, DenseWeight)]
+        if len(weights) == 1:
+            return self._pack(weights[0])
+        if len(int4) == len(weights) and Int4Weight.can_cat(int4):
+            return self._pack(Int4Weight.cat(int4))
+        if len(dense) == len(weights):
+            return self._pack(DenseWeight.cat(dense))
+        return SplitLinear([self._pack(w) for w in weights])
+
+    def norm(self, name: str, size: int, eps: float) -> RmsNorm:
+        """The norm `name`, whose weight is kept in float32."""
+        weight = self._plan.tensor(f"{name}.weight", (size,)).to(torch.float32, copy=True)
+        return RmsNorm(self.kernels.rms_norm, weight, eps)
+
+    def output_head(self, head: str, embedding: str, config: ModelConfig) -> PackedLinear:
+        """The output matrix `[V, H]`: module `head`, or the embedding where they are tied."""
+        shape = (config.vocab_size, config.hidden_size)
+        return self._pack(self._plan.output_head(head, embedding, shape, config.tie_word_embeddings))
+
+    def table(self, embedding: str, head: str, config: ModelConfig) -> torch.Tensor:
+        """The embedding table `[V, H]` in the stored dtype. A copy: a file cut short later cannot fault the server."""
+        shape = (config.vocab_size, config.hidden_size)
+        return self._plan.embedding(embedding, head, shape, config.tie_word_embeddings).clone()
+
+    def _pack(self, weight: Int4Weight | DenseWeight) -> PackedLinear:
+        bias = None if weight.bias is None else weight.bias.to(torch.float32, copy=True)
+        if isinstance(weight, Int4Weight):
+            packed = self.kernels.pack_int4(weight.codes, weight.zeros, weight.scales, weight.group_size)
+            return PackedLinear(self.kernels.int4_linear, packed, bias)
+        return PackedLinear(self.kernels.dense_linear, self.kernels.pack_dense(weight.weight), bias)
