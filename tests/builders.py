@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from oracles.awq import Layer, gemm_tensors, gemv_tensors, pack_quantized_tensors
 from safetensors.torch import save_file
-from tiny_packing import PACKERS
 from tiny_tokenizer import BOS_ID, EOS_ID, IM_END_ID, write_tokenizer
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -224,9 +224,17 @@ def round_to_nearest(weight: torch.Tensor, s: TinySpec) -> tuple[torch.Tensor, t
 
 def pack(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, s: TinySpec) -> Tensors:
     """Tensors of one linear layer as the format of `s` stores them."""
-    assert s.quant is not None
-    tensors = PACKERS[s.quant](codes.numpy(), zeros.numpy(), scales, s.zero_point)
-    return {k: v if isinstance(v, torch.Tensor) else torch.from_numpy(v.copy()) for k, v in tensors.items()}
+    # The oracle moves scales about without reading them, so their bits stand in for bfloat16, which numpy lacks.
+    bits: Any = scales.view(torch.int16 if scales.element_size() == 2 else torch.int32).numpy()
+    layer = Layer(codes.long().numpy(), zeros.long().numpy(), bits, codes.shape[1] // zeros.shape[1])
+    if s.quant == "compressed-tensors":
+        arrays = pack_quantized_tensors(layer, symmetric=not s.zero_point)
+    else:
+        arrays = gemm_tensors(layer) if s.quant == "awq-gemm" else gemv_tensors(layer)
+        if not s.zero_point:
+            del arrays["qzeros"]
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+    return {n: t.view(scales.dtype) if n in ("scales", "weight_scale") else t for n, t in tensors.items()}
 
 
 def write_shards(path: Path, tensors: Tensors, shards: int) -> None:
