@@ -1,0 +1,176 @@
+"""The eight RPCs, each a few lines: check the state, hand the work to the engine's thread, convert the answer."""
+
+# ruff: noqa: N802 - the methods carry the wire's names
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from deepseek_tgi.core import CachedBatch, Request, StepResult
+from deepseek_tgi.errors import NotReadyError
+from deepseek_tgi.pb import generate_pb2 as pb
+from deepseek_tgi.pb import generate_pb2_grpc
+from deepseek_tgi.probes.state import State, StateOwner
+from deepseek_tgi.server import convert
+from deepseek_tgi.server.engine_thread import EngineThread
+from deepseek_tgi.telemetry.metrics import ShardMetrics
+
+SERVICE = "generate.v3.TextGenerationService"
+
+
+class ShardInfoLike(Protocol):
+    """What `Info` reports; constant over the engine's life."""
+
+    @property
+    def requires_padding(self) -> bool: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device_type(self) -> str: ...
+    @property
+    def speculate(self) -> int: ...
+    @property
+    def support_chunking(self) -> bool: ...
+    @property
+    def use_prefix_caching(self) -> bool: ...
+    @property
+    def attention_impl(self) -> str: ...
+    @property
+    def block_size(self) -> int: ...
+
+
+class WarmupLike(Protocol):
+    """Limits that the memory allows, in tokens."""
+
+    @property
+    def max_supported_total_tokens(self) -> int: ...
+    @property
+    def max_input_tokens(self) -> int: ...
+    @property
+    def max_total_tokens(self) -> int: ...
+
+
+class EngineApi(Protocol):
+    """The engine as the service sees it: synchronous, called from one thread."""
+
+    def info(self) -> ShardInfoLike: ...
+    def warmup(
+        self,
+        requests: list[Request],
+        max_input_tokens: int | None,
+        max_prefill_tokens: int,
+        max_total_tokens: int | None,
+    ) -> WarmupLike: ...
+    def prefill(self, batch_id: int, requests: list[Request], cached: CachedBatch | None) -> StepResult: ...
+    def decode(self, batch_ids: list[int]) -> StepResult: ...
+    def filter(self, batch_id: int, request_ids: list[int]) -> CachedBatch: ...
+    def clear(self, batch_id: int | None) -> None: ...
+    def health(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
+    """Serves one engine. Health, Info and ServiceDiscovery are answered on the event loop, the rest in the thread."""
+
+    def __init__(
+        self, engine: EngineApi, thread: EngineThread, state: StateOwner, urls: Sequence[str], metrics: ShardMetrics
+    ) -> None:
+        self._engine = engine
+        self._thread = thread
+        self._state = state
+        self._urls = list(urls)
+        self._metrics = metrics
+        self._info = _info_pb(engine.info())
+
+    async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
+        """Constant facts."""
+        return self._info
+
+    async def ServiceDiscovery(self, request: pb.ServiceDiscoveryRequest, context: Any) -> pb.ServiceDiscoveryResponse:
+        """Urls of all ranks, in rank order."""
+        return pb.ServiceDiscoveryResponse(urls=self._urls)
+
+    async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
+        """The device is asked when nothing runs; a running step is itself a sign of life and is not waited for."""
+        if self._state.state in {State.FAILED, State.STOPPED}:
+            raise NotReadyError(f"the shard is {self._state.state.value}")
+        if self._thread.idle:
+            await self._thread.run(self._engine.health)
+        return pb.HealthResponse()
+
+    async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheResponse:
+        """Forget one batch or all; an unknown id is fine."""
+        batch_id = request.id if request.HasField("id") else None
+        await self._thread.run(lambda: self._engine.clear(batch_id))
+        return pb.ClearCacheResponse()
+
+    async def FilterBatch(self, request: pb.FilterBatchRequest, context: Any) -> pb.FilterBatchResponse:
+        """Keep the named requests, in that order."""
+        batch = await self._thread.run(lambda: self._engine.filter(request.batch_id, list(request.request_ids)))
+        return pb.FilterBatchResponse(batch=convert.cached_batch_pb(batch))
+
+    async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
+        """Measure; the shard is ready afterwards. A second router may warm up again."""
+        self._state.require(State.WARMING, State.READY)
+        self._state.move(State.WARMING)
+        response = await self._thread.run(lambda: self._warmup(request))
+        self._state.move(State.READY)
+        return response
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
+        """One step for new requests, and for a cached batch if it is named."""
+        self._state.require(State.READY)
+        return await self._thread.run(lambda: self._prefill(request))
+
+    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.DecodeResponse:
+        """One step for cached batches."""
+        self._state.require(State.READY)
+        return await self._thread.run(lambda: self._decode(request))
+
+    async def drop(self, batch_ids: Sequence[int]) -> None:
+        """Forget the batches of a failed call."""
+        for batch_id in batch_ids:
+            await self._thread.run(lambda batch_id=batch_id: self._engine.clear(batch_id))  # type: ignore[misc]
+
+    def _warmup(self, request: pb.WarmupRequest) -> pb.WarmupResponse:
+        result = self._engine.warmup(
+            convert.requests_of(request.batch, same_ids=True),
+            request.max_input_tokens if request.HasField("max_input_tokens") else None,
+            request.max_prefill_tokens,
+            request.max_total_tokens if request.HasField("max_total_tokens") else None,
+        )
+        return pb.WarmupResponse(
+            max_supported_total_tokens=result.max_supported_total_tokens,
+            max_input_tokens=result.max_input_tokens,
+            max_total_tokens=result.max_total_tokens,
+        )
+
+    def _prefill(self, request: pb.PrefillRequest) -> pb.PrefillResponse:
+        cached = convert.cached_batch_of(request.cached_batch) if request.HasField("cached_batch") else None
+        result = self._engine.prefill(request.batch.id, convert.requests_of(request.batch), cached)
+        self._count("prefill", result)
+        return convert.prefill_pb(result)
+
+    def _decode(self, request: pb.DecodeRequest) -> pb.DecodeResponse:
+        result = self._engine.decode([batch.id for batch in request.batches])
+        self._count("decode", result)
+        return convert.decode_pb(result)
+
+    def _count(self, method: str, result: StepResult) -> None:
+        self._metrics.forward_duration.labels(method).observe(result.timings.forward_ns / 1e9)
+        self._metrics.generated_tokens.inc(sum(len(generation.tokens.ids) for generation in result.generations))
+        self._metrics.cached_requests.set(result.batch.size if result.batch is not None else 0)
+
+
+def _info_pb(info: ShardInfoLike) -> pb.InfoResponse:
+    return pb.InfoResponse(
+        requires_padding=info.requires_padding,
+        dtype=info.dtype,
+        device_type=info.device_type,
+        speculate=info.speculate,
+        support_chunking=info.support_chunking,
+        use_prefix_caching=info.use_prefix_caching,
+        attention_impl=info.attention_impl,
+        block_size=info.block_size,
+    )
