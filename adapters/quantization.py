@@ -1,8 +1,8 @@
 """The one place that decides which layers are packed, in which dialect, and whether the stored tensors agree.
 
 Rules:
-- The declared label was judged with the config (`quant_settings`). Then the stored tensors decide layer by layer; where they
-  disagree with the list of excluded modules, that is logged once.
+- The declared label was judged with the config (`quant_settings`). Then the stored tensors decide layer by layer;
+  where they disagree with the list of excluded modules, that is logged once.
 - A declared version decides the layout and shapes are checked against it; square layers look alike in every layout, so
   there the version alone rules.
 - `zero_point` true with no zero tensor is an error; false with one reads it and says so.

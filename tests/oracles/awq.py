@@ -57,7 +57,8 @@ def gemv_tensors(layer: Layer) -> dict[str, Array]:
     """AutoAWQ gemv: `qweight [N, K/8]`, `qzeros [N, W]`, `scales [N, 8 W]`, natural order, padded groups."""
     n, groups = layer.zeros.shape
     multiplier = {32: 4, 64: 2}.get(layer.group_size, 1)
-    width = -(-(-(-groups // 8)) // multiplier) * multiplier
+    words = (groups + 7) // 8
+    width = (words + multiplier - 1) // multiplier * multiplier
     zeros = np.zeros((n, width * 8), dtype=np.int64)
     zeros[:, :groups] = layer.zeros
     scales = np.zeros((n, width * 8), dtype=layer.scales.dtype)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracles import awq as oracle
 
-from deepseek_tgi.adapters.awq.format import GEMM, GEMV, PACK_QUANTIZED, DenseWeight, Int4Weight
+from deepseek_tgi.adapters.awq.format import GEMM, GEMV, PACK_QUANTIZED, AwqFormat, DenseWeight, Int4Weight
 from deepseek_tgi.adapters.awq.unpack import pack_gemm, unpack
 
 SHAPES = [
@@ -54,13 +54,16 @@ def test_pack_quantized_reads_the_published_layout(n: int, k: int, group: int, s
 
 @pytest.mark.parametrize("layout", [GEMM, GEMV, PACK_QUANTIZED], ids=lambda f: f.name)
 @pytest.mark.parametrize(("n", "k", "group"), SHAPES)
-def test_descriptor_shapes_are_those_of_the_written_tensors(layout: object, n: int, k: int, group: int) -> None:
+def test_descriptor_shapes_are_those_of_the_written_tensors(layout: AwqFormat, n: int, k: int, group: int) -> None:
     layer = oracle.random_layer(n, k, group)
-    writer = {GEMM: oracle.gemm_tensors, GEMV: oracle.gemv_tensors}.get(layout)  # type: ignore[call-overload]
-    tensors = writer(layer) if writer else oracle.pack_quantized_tensors(layer, False)
-    assert tensors[layout.weight].shape == layout.weight_shape(n, k)  # type: ignore[attr-defined]
-    assert tensors[layout.zeros].shape == layout.zeros_shape(n, k, group)  # type: ignore[attr-defined]
-    assert tensors[layout.scales].shape == layout.scales_shape(n, k, group)  # type: ignore[attr-defined]
+    tensors = {
+        "gemm": oracle.gemm_tensors(layer),
+        "gemv": oracle.gemv_tensors(layer),
+        "pack-quantized": oracle.pack_quantized_tensors(layer, False),
+    }[layout.name]
+    assert tensors[layout.weight].shape == layout.weight_shape(n, k)
+    assert tensors[layout.zeros].shape == layout.zeros_shape(n, k, group)
+    assert tensors[layout.scales].shape == layout.scales_shape(n, k, group)
 
 
 def test_no_zero_tensor_means_the_midpoint() -> None:
