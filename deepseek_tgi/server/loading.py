@@ -1,0 +1,47 @@
+"""From a shard's config to an engine: backend, weights, cache. The only place that joins adapter and engine."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from deepseek_tgi.config import ShardConfig
+from deepseek_tgi.errors import ConfigError
+from deepseek_tgi.registry import load_backend
+from deepseek_tgi.server.service import EngineApi
+
+if TYPE_CHECKING:
+    from deepseek_tgi.adapters.base import LoadOptions
+
+
+def load_options(config: ShardConfig) -> LoadOptions:
+    """What the adapter needs to know of the config."""
+    from deepseek_tgi.adapters.base import LoadOptions
+
+    return LoadOptions(
+        dtype=config.dtype or "auto",
+        quantize=config.quantize,
+        kv_cache_dtype=config.kv_cache_dtype or "auto",
+        block_size=config.block_size,
+        kernels=config.kernels,
+        num_threads=config.num_threads,
+        rank=config.rank,
+        world_size=config.world_size,
+        trust_remote_code=config.trust_remote_code,
+        rope_scaling=config.rope_scaling,
+        rope_factor=config.rope_factor,
+        progress=sys.stderr.isatty(),
+    )
+
+
+def load_engine(config: ShardConfig) -> EngineApi:
+    """Load the model and make its engine; takes as long as the weights take. Raises the taxonomy's errors."""
+    if config.rank >= config.world_size:
+        raise ConfigError(
+            f"RANK {config.rank} with WORLD_SIZE {config.world_size}: expected a rank below the world size"
+        )
+    from deepseek_tgi.engine.engine import Engine, EngineConfig
+
+    adapter = load_backend(config.backend).get_model(config.model_id, config.revision, load_options(config))
+    engine: EngineApi = Engine(adapter, EngineConfig())
+    return engine

@@ -1,0 +1,161 @@
+"""The life of a shard process: load, bind, show the socket, serve, finish, leave.
+
+Choice: the event loop runs from the first moment and the engine's thread does the loading. Prevents: a SIGTERM or a
+dead launcher going unnoticed during minutes of loading. Rejected: loading first, as TGI does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from deepseek_tgi.config import ShardConfig
+from deepseek_tgi.errors import ConfigError, ResourceError
+from deepseek_tgi.pb import generate_pb2_grpc
+from deepseek_tgi.probes.state import State, StateOwner
+from deepseek_tgi.server.engine_thread import EngineThread
+from deepseek_tgi.server.interceptors import CallInterceptor
+from deepseek_tgi.server.lifeline import StopRequest, watch_signals, watch_stdin
+from deepseek_tgi.server.loading import load_engine
+from deepseek_tgi.server.service import SERVICE, EngineApi, ShardService
+from deepseek_tgi.server.sockets import Publication, check_path, rank_path
+from deepseek_tgi.telemetry import tracing
+from deepseek_tgi.telemetry.metrics import ShardMetrics
+
+logger = logging.getLogger(__name__)
+
+HURRIED_STOP_S = 4.0
+"""Time for a running call when the launcher is gone: nobody will read its answer."""
+
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", 2**31 - 1),
+    ("grpc.max_send_message_length", -1),
+)
+
+Load = Callable[[ShardConfig], EngineApi]
+
+
+def serve(config: ShardConfig, load: Load = load_engine) -> int:
+    """Serve `config` until asked to leave; the process's exit code. Raises the taxonomy's errors if it cannot start."""
+    return asyncio.run(Shard(config, load).run())
+
+
+class Shard:
+    """Owns the parts of one shard process and the order of its life."""
+
+    def __init__(self, config: ShardConfig, load: Load) -> None:
+        self._config = config
+        self._load = load
+        self._path = rank_path(config.uds_path, config.rank)
+        self._thread = EngineThread()
+        self._metrics = ShardMetrics()
+        self._state = StateOwner(self._changed)
+        self._health = health.aio.HealthServicer()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> int:
+        """The whole life; returns the exit code."""
+        self._stop = StopRequest()
+        watch_signals(self._stop)
+        watch_stdin(self._stop)
+        check_path(self._path)
+        self._tracing = tracing.set_up(
+            self._config.otlp_endpoint, self._config.otlp_service_name, self._metrics.spans_dropped.inc
+        )
+        if self._config.metrics_port:
+            self._serve_metrics(self._config.metrics_port + self._config.rank)
+        try:
+            engine = await self._loaded()
+            if engine is not None:
+                await self._serve(engine)
+        except BaseException:
+            self._state.move(State.FAILED)
+            raise
+        finally:
+            self._state.move(State.STOPPED)
+            self._thread.close()
+            self._tracing.shutdown()
+        return self._stop.exit_code
+
+    async def _loaded(self) -> EngineApi | None:
+        """The engine; None if asked to leave meanwhile (the loading thread is left behind)."""
+        self._state.move(State.LOADING)
+        loading = asyncio.ensure_future(self._thread.run(lambda: self._load(self._config)))
+        stopping = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            loading.cancel()
+            self._state.move(State.DRAINING)
+            return None
+        stopping.cancel()
+        return loading.result()
+
+    async def _serve(self, engine: EngineApi) -> None:
+        server = self._server(engine)
+        publication = Publication(self._path)
+        try:
+            server.add_insecure_port(f"unix:{publication.bound_path}")
+        except RuntimeError as error:
+            raise ResourceError(f"cannot bind {publication.bound_path}: {error}") from error
+        try:
+            await server.start()
+            publication.show()
+            self._state.move(State.WARMING)
+            logger.info("rank %d listens on %s", self._config.rank, self._path)
+            await self._stop.wait()
+        finally:
+            if self._state.state is not State.FAILED:
+                self._state.move(State.DRAINING)
+            await server.stop(HURRIED_STOP_S if self._stop.hurried else self._config.stop_timeout)
+            publication.hide()
+            if self._thread.idle:
+                await self._thread.run(engine.close)
+
+    def _server(self, engine: EngineApi) -> grpc.aio.Server:
+        config = self._config
+        urls = [f"unix://{rank_path(config.uds_path, rank)}" for rank in range(config.world_size)]
+        service = ShardService(engine, self._thread, self._state, urls, self._metrics)
+        interceptor = CallInterceptor(SERVICE, service.drop, self._fatal, self._tracing, self._metrics)
+        server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
+        generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        return server
+
+    def _fatal(self, error: BaseException) -> None:
+        self._state.move(State.FAILED)
+        self._stop.ask(f"the device failed: {error}", exit_code=1)
+
+    def _changed(self, state: State) -> None:
+        """Publish a state: metrics at once, grpc.health.v1 from the loop."""
+        for each in State:
+            self._metrics.state.labels(each.value).set(each is state)
+        serving = health_pb2.HealthCheckResponse.SERVING
+        status = serving if state is State.READY else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", SERVICE):
+            task = asyncio.ensure_future(self._health.set(service, status))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _serve_metrics(self, port: int) -> None:
+        try:
+            self._metrics.serve(port)
+        except OSError as error:
+            raise ResourceError(
+                f"DEEPSEEK_TGI_METRICS_PORT: port {port} cannot be bound ({error.strerror}); choose another"
+            ) from error
+
+
+def check(config: ShardConfig) -> None:
+    """Raise `ConfigError` for a config that cannot be served, before anything is imported or loaded."""
+    if not config.model_id:
+        raise ConfigError("serve: no model; expected `serve MODEL_ID`, a hub id or a folder")
+    if config.rank >= config.world_size:
+        raise ConfigError(
+            f"RANK {config.rank} with WORLD_SIZE {config.world_size}: expected a rank below the world size"
+        )
