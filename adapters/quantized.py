@@ -11,6 +11,7 @@ from deepseek_tgi.adapters import ragged
 from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter, ModelInfo
 from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.dtypes import resolve_compute_dtype, resolve_kv_mode
+from deepseek_tgi.adapters.hub import resolve_folder
 from deepseek_tgi.adapters.loading import load_decoder
 from deepseek_tgi.adapters.model_config import ModelConfig, read_model_config
 from deepseek_tgi.adapters.models.decoder import Decoder
@@ -49,7 +50,7 @@ class QuantizedModelAdapter(ModelAdapter):
         """
         options = options or LoadOptions()
         _refuse_sharding(options)
-        folder = _folder(model_id, revision)
+        folder = resolve_folder(model_id, revision)
         config = _with_overrides(read_model_config(folder), options)
         compute = resolve_compute_dtype(options.dtype)
         layout = _kv_layout(config, resolve_kv_mode(options.kv_cache_dtype, compute), options.block_size)
@@ -99,15 +100,6 @@ class QuantizedModelAdapter(ModelAdapter):
     def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
         """See `ModelAdapter`."""
         return self._decoder.workspace_bytes(num_tokens, num_logit_rows)
-
-
-def _folder(model_id: str, revision: str | None) -> Path:
-    path = Path(model_id)
-    if path.is_dir():
-        return path
-    from deepseek_tgi.adapters.hub import resolve_folder
-
-    return resolve_folder(model_id, revision)
 
 
 def _refuse_sharding(options: LoadOptions) -> None:

@@ -6,6 +6,7 @@ are float32 and of the right shape.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,8 @@ class Stepper:
         assert logits.shape == (len(inputs.input_ids), self.adapter.info.vocab_size)
         for sequence, tokens in work:
             sequence.length += len(tokens)
-        return list(logits.split([len(tokens) for _, tokens in work]))
+        ends = inputs.cu_seqlens.tolist()
+        return [logits[a:b] for a, b in itertools.pairwise(ends)]
 
     def run(self, tokens: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
         """One new sequence alone, cut into steps of the sizes in `chunks`, then token by token: logits `[n, V]`."""
