@@ -51,6 +51,12 @@ class ResourceError(DeepseekTgiError):
     exit_code = 5
 
 
+class ChildError(DeepseekTgiError):
+    """A process that the launcher started has ended; nothing is restarted."""
+
+    error_type = "child"
+
+
 class RequestError(DeepseekTgiError):
     """One request is wrong; its neighbours are not touched."""
 

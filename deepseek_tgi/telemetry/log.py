@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-MAX_LINE_BYTES = 4096
+MAX_SHARD_LINE_BYTES = 4096
 """A write of up to PIPE_BUF bytes to a pipe is atomic; TGI's launcher loses a line cut by a read boundary."""
+MAX_TRACING_LINE_BYTES = 32768
+"""The launcher's own lines carry the end of a dead shard's stderr."""
 
 TRACE = 5
 OFF = 100
@@ -59,7 +61,7 @@ def shard_line(record: logging.LogRecord, message: str) -> str:
     """One JSON object as loguru writes it, cut down to what TGI's launcher reads."""
     fields = "".join(f" {key}={value}" for key, value in _fields(record).items())
     head = {"level": {"name": _named(SHARD_LEVEL_NAMES, record.levelno)}, "name": record.name, "time": _utc(record)}
-    return fit(lambda text: json.dumps({"text": text, "record": head}), message + fields)
+    return fit(lambda text: json.dumps({"text": text, "record": head}), message + fields, MAX_SHARD_LINE_BYTES)
 
 
 def tracing_line(record: logging.LogRecord, message: str) -> str:
@@ -67,9 +69,11 @@ def tracing_line(record: logging.LogRecord, message: str) -> str:
     head = {"timestamp": _utc(record), "level": _named(TRACING_LEVEL_NAMES, record.levelno)}
     tail = {"target": record.name.replace(".", "::"), "filename": record.filename, "line_number": record.lineno}
     fields = _fields(record)
-    return fit(
-        lambda text: json.dumps({**head, "fields": {"message": text, **fields}, **tail}, ensure_ascii=False), message
-    )
+
+    def render(text: str) -> str:
+        return json.dumps({**head, "fields": {"message": text, **fields}, **tail}, ensure_ascii=False)
+
+    return fit(render, message, MAX_TRACING_LINE_BYTES)
 
 
 def plain_line(record: logging.LogRecord, message: str) -> str:
@@ -78,11 +82,11 @@ def plain_line(record: logging.LogRecord, message: str) -> str:
     return f"{_utc(record)} {_named(TRACING_LEVEL_NAMES, record.levelno):>5} {record.name}: {message}{fields}"
 
 
-def fit(render: Callable[[str], str], text: str) -> str:
-    """`render(text)`, cutting `text` at its end until the line and its newline fit `MAX_LINE_BYTES`."""
+def fit(render: Callable[[str], str], text: str, max_bytes: int) -> str:
+    """`render(text)`, cutting `text` at its end until the line and its newline fit in `max_bytes`."""
     line = render(text)
-    while len(line.encode(errors="replace")) + 1 > MAX_LINE_BYTES and text:
-        keep = max(0, min(len(text) - 64, MAX_LINE_BYTES - 512) * 3 // 4)
+    while len(line.encode(errors="replace")) + 1 > max_bytes and text:
+        keep = max(0, min(len(text) - 64, max_bytes) * 7 // 8)
         text = text[:keep]
         line = render(text + " … (cut)")
     return line

@@ -1,0 +1,56 @@
+"""What is refused before anything is started: contradictions among the options, ports and sockets that are taken."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from deepseek_tgi.config import DEFAULT_MODEL, LauncherConfig
+from deepseek_tgi.errors import ConfigError, ResourceError
+
+
+def check_options(config: LauncherConfig) -> None:
+    """Raise `ConfigError` for options that TGI's launcher refuses, or that no model can be served with."""
+    if config.model_id == DEFAULT_MODEL:
+        raise ConfigError(
+            f"--model-id: TGI's default {DEFAULT_MODEL} is no model of this backend; "
+            "give a hub id or a folder, or --model-id smollm2 for a small one to try"
+        )
+    if config.max_input_tokens is not None and config.max_input_length is not None:
+        raise ConfigError("--max-input-tokens and --max-input-length are two names of one limit: give one of them")
+    longest, total = max_input_tokens(config), config.max_total_tokens
+    if longest is not None and total is not None and longest >= total:
+        raise ConfigError(f"--max-input-tokens {longest}: expected less than --max-total-tokens {total}")
+    batch = config.max_batch_total_tokens
+    if total is not None and batch is not None and total > batch:
+        raise ConfigError(f"--max-total-tokens {total}: expected at most --max-batch-total-tokens {batch}")
+    if config.validation_workers == 0:
+        raise ConfigError("--validation-workers: got 0, expected at least 1")
+    if config.ngrok and not (config.ngrok_authtoken and config.ngrok_edge):
+        raise ConfigError("--ngrok: expected --ngrok-authtoken and --ngrok-edge with it")
+    if config.sharded and config.quantize == "exl2":
+        raise ConfigError("--sharded true: exl2 weights cannot be sharded; use --sharded false")
+    for adapter in (config.lora_adapters or "").split(","):
+        if adapter.count("@") > 1:
+            raise ConfigError(
+                f"--lora-adapters: got {adapter!r}, expected id, id=path, id@revision or id=path@revision"
+            )
+
+
+def max_input_tokens(config: LauncherConfig) -> int | None:
+    """The prompt limit under either of its names."""
+    return config.max_input_tokens if config.max_input_tokens is not None else config.max_input_length
+
+
+def check_port(hostname: str, port: int, flag: str) -> None:
+    """Raise `ResourceError` if `port` cannot be listened on; 0 lets the system choose and always works."""
+    family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((hostname, port))
+            probe.listen(1)
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            reason = "is in use by another program" if taken else f"cannot be bound ({error.strerror})"
+            raise ResourceError(f"{flag} {port}: {hostname}:{port} {reason}; choose another {flag}") from error

