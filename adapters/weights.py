@@ -35,17 +35,8 @@ class WeightSource:
 
         Raises: `CheckpointError` for a tensor that is missing or of another shape, naming it.
         """
-        weights = [self._plan.linear(n, w, in_features, bias) for n, w in zip(names, widths, strict=True)]
-        self.formats.update("int4" if isinstance(w, Int4Weight) else "dense" for w in weights)
-        int4 = [w for w in weights if isinstance(w, Int4Weight)]
-        dense = [w for w in weights if isinstance(w, DenseWeight)]
-        if len(weights) == 1:
-            return self._pack(weights[0])
-        if len(int4) == len(weights) and Int4Weight.can_cat(int4):
-            return self._pack(Int4Weight.cat(int4))
-        if len(dense) == len(weights):
-            return self._pack(DenseWeight.cat(dense))
-        return SplitLinear([self._pack(w) for w in weights])
+        weights = self._read(names, widths, in_features, bias)
+        return self._pack(weights[0]) if len(weights) == 1 else SplitLinear([self._pack(w) for w in weights])
 
     def norm(self, name: str, size: int, eps: float) -> RmsNorm:
         """The norm `name`, whose weight is kept in float32."""
@@ -61,6 +52,22 @@ class WeightSource:
         """The embedding table `[V, H]` in the stored dtype. A copy: a file cut short later cannot fault the server."""
         shape = (config.vocab_size, config.hidden_size)
         return self._plan.embedding(embedding, head, shape, config.tie_word_embeddings).clone()
+
+    def _read(
+        self, names: Sequence[str], widths: Sequence[int], in_features: int, bias: bool
+    ) -> Sequence[Int4Weight | DenseWeight]:
+        """The modules as one weight, or one each where they are stored too differently to fuse."""
+        weights = [self._plan.linear(n, w, in_features, bias) for n, w in zip(names, widths, strict=True)]
+        self.formats.update("int4" if isinstance(w, Int4Weight) else "dense" for w in weights)
+        int4 = [w for w in weights if isinstance(w, Int4Weight)]
+        dense = [w for w in weights if isinstance(w, DenseWeight)]
+        if len(weights) == 1:
+            return weights
+        if len(int4) == len(weights) and Int4Weight.can_cat(int4):
+            return [Int4Weight.cat(int4)]
+        if len(dense) == len(weights):
+            return [DenseWeight.cat(dense)]
+        return weights
 
     def _pack(self, weight: Int4Weight | DenseWeight) -> PackedLinear:
         bias = None if weight.bias is None else weight.bias.to(torch.float32, copy=True)

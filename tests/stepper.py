@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from deepseek_tgi.adapters.base import ModelAdapter
 from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kv.layout import KVMode
 from deepseek_tgi.kv.pool import KVPool
 
 
@@ -33,9 +34,11 @@ Work = tuple[Placed, Sequence[int]]
 class Stepper:
     """A pool, its free blocks, and steps over any mix of sequences."""
 
-    def __init__(self, adapter: ModelAdapter, num_blocks: int = 64, seed: int = 0) -> None:
+    def __init__(self, adapter: ModelAdapter, num_blocks: int = 64, seed: int = 0, mode: KVMode | None = None) -> None:
+        """`mode` replaces the number format of the adapter's own layout."""
+        layout = adapter.kv_layout
         self.adapter = adapter
-        self.pool = KVPool(adapter.kv_layout, num_blocks)
+        self.pool = KVPool(layout if mode is None else replace(layout, mode=mode), num_blocks)
         self._free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self._free)
 
@@ -45,6 +48,11 @@ class Stepper:
         while len(sequence.blocks) * size < stop:
             sequence.blocks.append(self._free.pop())
         return [sequence.blocks[p // size] * size + p % size for p in range(start, stop)]
+
+    def forget(self, sequence: Placed) -> None:
+        """Take the blocks of a finished sequence back."""
+        self._free += sequence.blocks
+        sequence.blocks, sequence.length = [], 0
 
     def inputs(self, work: Sequence[Work], rows: Sequence[int] | None = None) -> ForwardInputs:
         """What an engine would pass; wants all rows unless told."""

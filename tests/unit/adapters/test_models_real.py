@@ -1,0 +1,150 @@
+"""The small real model: greedy text against `transformers` on the dequantised weights, and what an INT8 cache costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles.awq import read_gemm
+from safetensors import safe_open
+from stepper import Placed, Stepper
+
+from deepseek_tgi.adapters.base import LoadOptions
+from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
+from deepseek_tgi.kv.layout import KVMode
+
+NEW_TOKENS = 64
+PLAIN = (
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n",
+    "Water boils at",
+    "The three laws of motion are",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "1, 2, 3, 4, 5,",
+    "Q: What is the largest planet?\nA:",
+)
+QUESTIONS = (
+    "What is the capital of France?",
+    "Explain why the sky is blue.",
+    "Write a haiku about autumn leaves.",
+    "How do I reverse a list in Python?",
+    "List three uses of copper.",
+    "Who wrote Romeo and Juliet?",
+    "What is 12 times 7?",
+    "Give me a short recipe for pancakes.",
+    "Summarise the plot of Cinderella in two sentences.",
+    "What causes tides?",
+    "Translate 'good morning' into Spanish.",
+    "Name a mammal that lays eggs.",
+)
+
+
+@pytest.fixture(scope="module")
+def reference(real_model_dir: Path) -> Any:
+    """`transformers`' model with the weights the checkpoint stands for, unpacked by the format oracle."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = json.loads((real_model_dir / "config.json").read_text())
+    group = config.pop("quantization_config")["group_size"]
+    with safe_open(real_model_dir / "model.safetensors", "pt") as file:
+        dense = {
+            name: file.get_tensor(name).float()
+            for name in file.keys()  # noqa: SIM118 - a reader, not a dict
+            if not name.endswith((".qweight", ".qzeros", ".scales"))
+        }
+        for name in [n.removesuffix(".qweight") for n in file.keys() if n.endswith(".qweight")]:  # noqa: SIM118
+            parts = [file.get_tensor(f"{name}.{s}").numpy() for s in ("qweight", "qzeros", "scales")]
+            dense[f"{name}.weight"] = torch.from_numpy(read_gemm(*parts, group))
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
+    missing, unexpected = model.load_state_dict(dense, strict=False)
+    assert not unexpected, unexpected
+    assert set(missing) <= {"lm_head.weight"}, missing
+    return model
+
+
+def prompts(adapter: QuantizedModelAdapter) -> list[list[int]]:
+    chats = [f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in QUESTIONS]
+    return [adapter.tokenizer.encode(text, add_special_tokens=False) for text in (*PLAIN, *chats)]
+
+
+def greedy(adapter: QuantizedModelAdapter, texts: list[list[int]]) -> list[tuple[list[int], torch.Tensor]]:
+    """Each text with `NEW_TOKENS` more (end marks ignored), and the logits `[NEW_TOKENS, V]` they were taken from."""
+    stepper = Stepper(adapter, num_blocks=400)
+    placed, grown = [Placed() for _ in texts], [list(text) for text in texts]
+    rows: list[list[torch.Tensor]] = [[] for _ in texts]
+    work = list(zip(placed, texts, strict=True))
+    for _ in range(NEW_TOKENS):
+        for text, kept, logits in zip(grown, rows, stepper.step(work), strict=True):
+            kept.append(logits[-1])
+            text.append(int(logits[-1].argmax()))
+        work = [(place, text[-1:]) for place, text in zip(placed, grown, strict=True)]
+    return [(text, torch.stack(kept)) for text, kept in zip(grown, rows, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error_bound"),
+    # Largest difference of a logit (they spread over about 30): summation order alone, or 8-bit mantissas as well.
+    [("float32", 2e-3), ("auto", 0.6)],
+)
+@torch.no_grad()
+def test_greedy_text_equals_transformers_up_to_near_ties(
+    real_model_dir: Path, reference: Any, dtype: str, error_bound: float
+) -> None:
+    adapter = QuantizedModelAdapter.get_model(str(real_model_dir), options=LoadOptions(dtype=dtype))
+    texts = prompts(adapter)
+    assert len(texts) == 20
+    worst, diverged = 0.0, 0
+    for text, logits in greedy(adapter, texts):
+        # Given the same tokens before, greedy decoding of the reference takes the arg-max of these rows.
+        expected = reference(torch.tensor([text[:-1]])).logits[0, -NEW_TOKENS:]
+        worst = max(worst, float((logits - expected).abs().max()))
+        for row, token in zip(expected, text[-NEW_TOKENS:], strict=True):
+            gap = float(row.max() - row[token])
+            diverged += gap > 0
+            assert gap <= 2 * error_bound, "not a near-tie: the reference clearly prefers another token"
+    print(f"{dtype}: largest logit error {worst:.2e}, {diverged} of {20 * NEW_TOKENS} tokens differ at near-ties")
+    assert worst <= error_bound
+    assert diverged <= (2 if dtype == "float32" else 20 * NEW_TOKENS // 20)
+
+
+WINDOW, CHUNK = 1024, 256
+
+
+def negative_log_likelihood(adapter: QuantizedModelAdapter, mode: KVMode, ids: list[int]) -> float:
+    """Mean over all tokens that have one before them in their window, with the cache in `mode`."""
+    stepper = Stepper(adapter, num_blocks=WINDOW // adapter.kv_layout.block_size + 1, mode=mode)
+    total, count = 0.0, 0
+    for start in range(0, len(ids), WINDOW):
+        window = ids[start : start + WINDOW]
+        placed = Placed()
+        for at in range(0, len(window), CHUNK):
+            logits = stepper.step([(placed, window[at : at + CHUNK])])[0]
+            targets = torch.tensor(window[at + 1 : at + CHUNK + 1])
+            total += float(torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="sum"))
+            count += len(targets)
+        stepper.forget(placed)
+    return total / count
+
+
+def test_an_int8_cache_changes_perplexity_by_less_than_a_thousandth(real_model_dir: Path) -> None:
+    from pydoc_data.topics import topics
+
+    adapter = QuantizedModelAdapter.get_model(str(real_model_dir))
+    prose = "\n\n".join(topics[name] for name in sorted(topics))
+    ids = adapter.tokenizer.encode(prose, add_special_tokens=False)[: 20 * WINDOW]
+    assert len(ids) >= 20_000
+    exact = math.exp(negative_log_likelihood(adapter, KVMode.FLOAT32, ids))
+    quantised = math.exp(negative_log_likelihood(adapter, KVMode.INT8, ids))
+    print(f"perplexity over {len(ids)} tokens: float32 cache {exact:.4f}, int8 cache {quantised:.4f}")
+    assert abs(quantised / exact - 1) <= 1e-3
+    layout = dataclasses.replace(adapter.kv_layout, mode=KVMode.INT8)
+    # 30 layers, 3 heads, keys and values of 64 bytes each with a float16 scale and zero each.
+    assert layout.bytes_per_token == 30 * 3 * (2 * 64 + 2 * 4) == 12_240
+    assert dataclasses.replace(layout, mode=KVMode.FLOAT32).bytes_per_token == 46_080
