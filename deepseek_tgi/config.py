@@ -251,6 +251,7 @@ class DownloadConfig:
     merge_lora: bool = option(boolean, "accepted; nothing to merge", default=False, switch=True, hidden=True)
     trust_remote_code: bool = option(boolean, "no effect", default=False, switch=True, hidden=True)
     weights_cache_override: str | None = _env(text, "weights folder override", "WEIGHTS_CACHE_OVERRIDE")
+    cache: str | None = _env(text, "folder for models and kernels made here", OWN_PREFIX + "CACHE")
 
 
 OWN_ENVIRONMENT = frozenset(

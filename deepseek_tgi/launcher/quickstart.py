@@ -1,0 +1,146 @@
+"""`deepseek-tgi quickstart`: a small model served and asked one question, with nothing to prepare.
+
+The launcher runs as a child, exactly as a user would start it; this module only waits, asks and shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepseek_tgi.config import DEFAULT_BACKEND
+from deepseek_tgi.errors import ChildError
+from deepseek_tgi.launcher.check import check_port
+from deepseek_tgi.launcher.main import StopSignals, stop
+from deepseek_tgi.launcher.process import Child, Spec, describe_exit, python_argv
+
+HOST = "127.0.0.1"
+STOP_TIMEOUT_S = 100.0
+SHOWN_LINES = 40
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What to serve and ask. `leave` ends after the answer; otherwise it serves until Ctrl-C."""
+
+    model_id: str
+    port: int
+    question: str
+    leave: bool
+
+
+def run(wish: Wish, say: Say) -> int:
+    """Serve, ask, show; 0 once asked to stop. Raises the taxonomy's errors. `say` writes to the terminal as it is."""
+    check_port(HOST, wish.port, "--port")
+    signals = StopSignals()
+    signals.install()
+    tail: deque[bytes] = deque(maxlen=SHOWN_LINES)
+    with tempfile.TemporaryDirectory(prefix="deepseek-tgi-") as folder:
+        child = Child(_spec(wish, Path(folder), tail))
+        try:
+            say(f"Starting {wish.model_id} on http://{HOST}:{wish.port} … ")
+            if not _wait_healthy(wish, child, signals, tail):
+                return 0
+            say(f"ready.\n\n> {wish.question}\n")
+            for piece in _answer(wish):
+                say(piece)
+            say("\n")
+            if not wish.leave:
+                say(_examples(wish))
+                _wait_until_stopped(child, signals, tail)
+        finally:
+            stop(child, STOP_TIMEOUT_S, signals)
+    return 0
+
+
+def _spec(wish: Wish, folder: Path, tail: deque[bytes]) -> Spec:
+    options = ["--backend", DEFAULT_BACKEND, "--router", "embedded", "--model-id", wish.model_id, "--hostname", HOST]
+    options += ["--port", str(wish.port), "--shard-uds-path", str(folder / "shard")]
+    return Spec("server", python_argv("deepseek_tgi.launcher.main", *options), os.environ, tail.append, tail.append)
+
+
+def _wait_healthy(wish: Wish, child: Child, signals: StopSignals, tail: deque[bytes]) -> bool:
+    """True when the router answers, false if asked to stop meanwhile."""
+    while not signals.stopping():
+        _check(child, tail)
+        try:
+            with _open(f"http://{HOST}:{wish.port}/health"):
+                return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    return False
+
+
+def _wait_until_stopped(child: Child, signals: StopSignals, tail: deque[bytes]) -> None:
+    while not signals.stopping():
+        _check(child, tail)
+        time.sleep(0.1)
+
+
+def _check(child: Child, tail: deque[bytes]) -> None:
+    code = child.exit_code()
+    if code is not None:
+        shown = b"".join(tail).decode(errors="replace")
+        raise ChildError(f"the server ended with {describe_exit(code)}; its last lines:\n{shown}")
+
+
+def _open(url: str, body: dict[str, Any] | None = None) -> Any:
+    """Open a loopback url; a proxy of the environment has no business there."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return opener.open(request, timeout=300)
+
+
+def _body(wish: Wish) -> dict[str, Any]:
+    return {"model": "tgi", "messages": [{"role": "user", "content": wish.question}], "stream": True, "max_tokens": 100}
+
+
+def _answer(wish: Wish) -> Iterator[str]:
+    """The pieces of the answer as they come. Raises `ChildError` if the server refuses."""
+    try:
+        with _open(f"http://{HOST}:{wish.port}/v1/chat/completions", {**_body(wish), "temperature": 0}) as response:
+            for line in response:
+                data = line.decode(errors="replace").removeprefix("data:").strip()
+                if not line.startswith(b"data:") or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise ChildError(f"the server answered: {event['error']}")
+                for choice in event.get("choices", ()):
+                    yield choice["delta"].get("content") or ""
+    except (urllib.error.URLError, OSError) as error:
+        raise ChildError(f"the server did not answer: {error}") from error
+
+
+def _examples(wish: Wish) -> str:
+    url = f"http://{HOST}:{wish.port}"
+    header = "-H 'content-type: application/json'"
+    native = json.dumps({"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}})
+    return (
+        f"\nThe server goes on until Ctrl-C. Ask it from another terminal:\n\n"
+        f"  curl {url}/v1/chat/completions {header} -d {shlex.quote(json.dumps(_body(wish)))}\n\n"
+        f"  curl {url}/generate {header} -d {shlex.quote(native)}\n\n"
+    )
+
+
+def write_through(text: str) -> None:
+    """Show a piece at once; a closed terminal is the reader's choice."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return
