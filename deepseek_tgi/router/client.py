@@ -1,0 +1,161 @@
+"""The gRPC side of the door: every call goes to all ranks at once with equal content, and their answers become one.
+
+Knows messages and merge rules; nothing of queues, blocks or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+
+from deepseek_tgi.errors import NotReadyError
+from deepseek_tgi.pb import generate_pb2 as pb
+from deepseek_tgi.pb.generate_pb2_grpc import TextGenerationServiceStub
+from deepseek_tgi.router.errors import ShardError
+
+logger = logging.getLogger(__name__)
+
+Step: TypeAlias = pb.PrefillResponse | pb.DecodeResponse
+R = TypeVar("R")
+
+HEALTH_TIMEOUT_S = 10.0
+"""A shard that does not answer Health for this long (frozen, not busy) is not live. TGI's router waits for ever."""
+CONNECT_TIMEOUT_S = 10.0
+CHANNEL_OPTIONS = (
+    ("grpc.default_authority", "[::]:50051"),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class ShardClient:
+    """Connections to all ranks, in rank order."""
+
+    def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
+        self._channels = list(channels)
+        self._stubs: list[Any] = [TextGenerationServiceStub(channel) for channel in channels]
+
+    @classmethod
+    async def connect(cls, master_uds_path: str) -> ShardClient:
+        """Connect to rank 0, ask it for all ranks and connect to those, once.
+
+        Raises: `NotReadyError` naming the socket that does not answer.
+        """
+        master = await _open(master_uds_path)
+        try:
+            found = await TextGenerationServiceStub(master).ServiceDiscovery(pb.ServiceDiscoveryRequest())
+        except grpc.aio.AioRpcError as error:
+            raise NotReadyError(
+                f"{master_uds_path}: Server does not support v3 interface: {error.details()}; "
+                "expected a shard that speaks generate.v3"
+            ) from error
+        finally:
+            await master.close()
+        return cls([await _open(url.removeprefix("unix://")) for url in found.urls])
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self._stubs)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await asyncio.gather(*(channel.close() for channel in self._channels))
+
+    async def info(self) -> pb.InfoResponse:
+        """Facts about the shard; the last rank's answer."""
+        answer: pb.InfoResponse = await self._all("Info", pb.InfoRequest(), _last)
+        return answer
+
+    async def health(self) -> None:
+        """Raise `ShardError` unless the last rank says it is alive."""
+        await self._all("Health", pb.HealthRequest(), _last, timeout=HEALTH_TIMEOUT_S)
+
+    async def clear_cache(self, batch_id: int | None = None) -> None:
+        """Forget one cached batch, or all. Raises `ShardError` if any rank errs."""
+        await self._all("ClearCache", pb.ClearCacheRequest(id=batch_id), _every)
+
+    async def warmup(self, request: pb.WarmupRequest) -> pb.WarmupResponse:
+        """Smallest limits of all ranks. Raises `ShardError` if any rank errs."""
+        answers: list[pb.WarmupResponse] = await self._all("Warmup", request, _every)
+        return min(answers, key=lambda a: (a.max_supported_total_tokens, a.max_input_tokens, a.max_total_tokens))
+
+    def filter_batch(self, batch_id: int, request_ids: Iterable[int]) -> Awaitable[pb.FilterBatchResponse]:
+        """Keep these requests; the last rank's answer."""
+        return self._all("FilterBatch", pb.FilterBatchRequest(batch_id=batch_id, request_ids=request_ids), _last)
+
+    def prefill(
+        self, batch: pb.Batch, cached: pb.CachedBatch | None = None, timeout: float | None = None
+    ) -> Awaitable[Step]:
+        """One step for new requests (and the cached batch's). The call is under way when this returns."""
+        return self._all("Prefill", pb.PrefillRequest(batch=batch, cached_batch=cached), _merged, timeout)
+
+    def decode(self, batches: Sequence[pb.CachedBatch]) -> Awaitable[Step]:
+        """One step for cached batches. The call is under way when this returns."""
+        return self._all("Decode", pb.DecodeRequest(batches=batches), _merged)
+
+    def _all(
+        self, name: str, request: Any, merge: Callable[[list[Any]], R], timeout: float | None = None
+    ) -> Awaitable[R]:
+        calls = [getattr(stub, name)(request, timeout=timeout) for stub in self._stubs]
+        return _answers(calls, merge)
+
+
+async def _answers(calls: list[Any], merge: Callable[[list[Any]], R]) -> R:
+    answers: list[Any] = []
+    for call in calls:
+        try:
+            answers.append(await call)
+        except grpc.aio.AioRpcError as error:
+            answers.append(ShardError(error.details() or error.code().name))
+    return merge(answers)
+
+
+def _last(answers: list[Any]) -> Any:
+    if isinstance(answers[-1], ShardError):
+        raise answers[-1]
+    return answers[-1]
+
+
+def _every(answers: list[Any]) -> list[Any]:
+    for answer in answers:
+        if isinstance(answer, ShardError):
+            raise answer
+    return answers
+
+
+def _merged(answers: list[Any]) -> Any:
+    """Generations of all ranks, the batch of the last, the timings of the slowest."""
+    _every(answers)
+    if len(answers) == 1:
+        return answers[0]
+    merged = type(answers[0])()
+    merged.CopyFrom(max(answers, key=lambda answer: answer.total_ns))
+    del merged.generations[:]
+    for answer in answers:
+        merged.generations.extend(answer.generations)
+    merged.ClearField("batch")
+    if answers[-1].HasField("batch"):
+        merged.batch.CopyFrom(answers[-1].batch)
+    return merged
+
+
+async def _open(uds_path: str) -> grpc.aio.Channel:
+    channel = grpc.aio.insecure_channel(f"unix:{uds_path}", options=CHANNEL_OPTIONS)
+    try:
+        await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
+    except (asyncio.TimeoutError, TimeoutError):
+        await channel.close()
+        raise NotReadyError(
+            f"{uds_path}: no shard answers on this socket within {CONNECT_TIMEOUT_S:g} s; expected a shard that is "
+            "listening: start it first, or name its socket with --master-shard-uds-path"
+        ) from None
+    return channel

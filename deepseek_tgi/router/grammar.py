@@ -1,0 +1,52 @@
+"""Checking a wished grammar and turning it into what the shard takes.
+
+Choice: a JSON schema goes to the shard as it is (GRAMMAR_TYPE_JSON), and our shard compiles it. TGI's router turns it
+into a regular expression first, because its shard knows nothing else, and loses what an expression cannot say. A
+stock TGI shard behind this router therefore serves `regex` grammars only.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from deepseek_tgi.pb import generate_pb2 as pb
+from deepseek_tgi.router.errors import ValidationError
+from deepseek_tgi.router.requests import Grammar
+
+
+def compile_grammar(wish: Grammar) -> tuple[str, pb.GrammarType]:
+    """Text and type for the wire. May take milliseconds: call it off the event loop.
+
+    Raises: `ValidationError` for what is no schema, has no top-level properties, or does not compile.
+    """
+    from llguidance import LLMatcher
+
+    if wish.kind == "regex":
+        fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(wish.value), None)
+        if fault:
+            raise ValidationError(f"grammar is not valid: {_first_lines(fault)}")
+        return wish.value, pb.GRAMMAR_TYPE_REGEX
+    schema = _schema(wish.value)
+    text = json.dumps(schema, ensure_ascii=False)
+    fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text), None)
+    if fault:
+        raise ValidationError(f"cannot compile regex from schema: {_first_lines(fault)}")
+    return text, pb.GRAMMAR_TYPE_JSON
+
+
+def _schema(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValidationError(f"grammar is not valid: {error}") from None
+    if not isinstance(value, dict):
+        raise ValidationError("grammar is not valid: a schema must be a JSON object")
+    if "properties" not in value:
+        raise ValidationError("grammar is not valid: Grammar must have a 'properties' field")
+    return value
+
+
+def _first_lines(fault: str) -> str:
+    return " ".join(fault.split())[:500]

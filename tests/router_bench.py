@@ -1,0 +1,141 @@
+"""The embedded router in the test's own event loop, in front of `FakeShard`s, reachable over loopback HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from fake_shard import FakeShard, Traits
+from tiny_tokenizer import write_tokenizer
+
+from deepseek_tgi.router.assembly import Router, assemble
+from deepseek_tgi.router.client import ShardClient
+from deepseek_tgi.router.config import from_sources
+from deepseek_tgi.router.main import _Server
+from deepseek_tgi.router.model_files import load_model_files
+from deepseek_tgi.router.startup import introduce
+
+
+@dataclass
+class Bench:
+    """A router and its shards; `client` is bound to its address."""
+
+    shards: list[FakeShard]
+    router: Router
+    client: httpx.AsyncClient
+    port: int
+    batching: asyncio.Task[Any]
+
+    @property
+    def shard(self) -> FakeShard:
+        return self.shards[0]
+
+    async def post(self, path: str, body: Any, **how: Any) -> httpx.Response:
+        return await self.client.post(path, json=body, **how)
+
+    async def events(self, path: str, body: Any) -> list[str]:
+        """Payloads of a whole stream, after checking its bytes."""
+        async with self.client.stream("POST", path, json=body) as answer:
+            assert answer.status_code == 200
+            assert answer.headers["content-type"] == "text/event-stream"
+            raw = (await answer.aread()).decode()
+        assert raw.endswith("\n\n")
+        blocks = raw.removesuffix("\n\n").split("\n\n")
+        assert all(block.startswith("data: ") and "\n" not in block for block in blocks), raw
+        return [block.removeprefix("data: ") for block in blocks]
+
+    async def json_events(self, path: str, body: Any) -> list[Any]:
+        return [json.loads(text) for text in await self.events(path, body) if text != "[DONE]"]
+
+    async def connect(self, path: str, body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A raw request, for clients that leave in the middle."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+        await writer.drain()
+        return reader, writer
+
+    @property
+    def free_blocks(self) -> int:
+        assert self.router.scheduler.blocks is not None
+        return self.router.scheduler.blocks.available_blocks
+
+    @property
+    def in_flight(self) -> int:
+        return self.router.state.infer.permits.taken
+
+    async def until(self, condition: Any, what: str = "the condition", timeout_s: float = 10.0) -> None:
+        """Wait until `condition()` holds."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not condition():
+            assert loop.time() < deadline, f"after {timeout_s} s still not: {what}"
+            await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def router_bench(
+    folder: Path, argv: Sequence[str] = (), traits: Traits | None = None, ranks: int = 1, checked: bool = True
+) -> AsyncIterator[Bench]:
+    """Start shards and router; at the end nothing may be in flight, no block lost and no fault seen."""
+    model = folder / "model"
+    if not model.exists():
+        model.mkdir()
+        write_tokenizer(model)
+    base = ["--tokenizer-name", str(model), "--master-shard-uds-path", str(folder / "shard-0"), "--port", "0"]
+    config = from_sources([*base, *argv], {})
+    async with AsyncExitStack() as stack:
+        shards = []
+        for rank in range(ranks):
+            shards.append(await FakeShard(folder / f"shard-{rank}", traits or Traits(), ranks, rank).start())
+            stack.push_async_callback(shards[-1].stop)
+        client = await ShardClient.connect(config.master_shard_uds_path)
+        stack.push_async_callback(client.close)
+        router = assemble(config, client, await introduce(client, config), load_model_files(config))
+        stack.callback(router.close)
+        batching = asyncio.create_task(router.scheduler.run())
+        stack.push_async_callback(_cancelled, batching)
+        port = await stack.enter_async_context(_served(router))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30))
+        bench = Bench(shards, router, http, port, batching)
+        yield bench
+        if checked:
+            await _check_rest(bench)
+
+
+async def _cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+
+
+@asynccontextmanager
+async def _served(router: Router) -> AsyncIterator[int]:
+    config = uvicorn.Config(router.app, lifespan="off", log_config=None, ws="none", host="127.0.0.1", port=0)
+    server = _Server(config)
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.001)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    await task
+
+
+async def _check_rest(bench: Bench) -> None:
+    blocks = bench.router.scheduler.blocks
+    await bench.until(lambda: bench.in_flight == 0, "no permit is held")
+    if blocks is not None:
+        await bench.until(lambda: blocks.available_blocks == blocks.usable_blocks, "every block has come back")
+        blocks.check_integrity()
+    assert not bench.batching.done(), "the batching loop ended"
+    for shard in bench.shards:
+        assert shard.faults == []
+        assert shard.live == []
