@@ -321,3 +321,10 @@ def test_built_checkpoint_stores_mixed_dtypes(tmp_path: Path, dtype: torch.dtype
     assert tensors[f"{packed}.qweight"].shape == (256, 128 // 8)
     assert tensors[f"{packed}.scales"].dtype == torch.float16
     assert tensors["lm_head.weight"].dtype == dtype
+
+
+def test_deepseek_quant_keeps_every_rule() -> None:
+    from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
+
+    results = run_checks(QuantizedModelAdapter)
+    assert {r.case: r.detail for r in results if r.status is not Status.PASSED} == {}
