@@ -7,6 +7,7 @@ whatever the engine believes. Prompts can have fixed continuations; all others g
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -109,7 +110,7 @@ class ScriptedAdapter(ModelAdapter):
         self._check(inputs)
         offsets = inputs.cu_seqlens.tolist()
         cache_lens = inputs.cache_lens.tolist()
-        counts = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+        counts = [b - a for a, b in itertools.pairwise(offsets)]
         self.steps.append(StepRecord(counts, cache_lens, inputs.slots.tolist(), len(inputs.logit_rows)))
         self._write(inputs, pool)
         rows = []
@@ -169,7 +170,7 @@ class ScriptedAdapter(ModelAdapter):
         offsets, cached = inputs.cu_seqlens.tolist(), inputs.cache_lens.tolist()
         assert offsets[0] == 0
         assert offsets[-1] == total
-        counts = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+        counts = [b - a for a, b in itertools.pairwise(offsets)]
         assert min(counts) >= 1
         assert inputs.max_seqlen == max(counts)
         assert inputs.max_context == max(c + n for c, n in zip(cached, counts, strict=True))

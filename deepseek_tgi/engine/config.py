@@ -1,0 +1,63 @@
+"""What the engine is told at its start, and what it tells about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Counter = Callable[[str, int], None]
+"""Called with an event's name and how often it happened; names are listed in `EVENTS`."""
+
+EVENTS = {
+    "prefix_tokens_reused": "prompt tokens whose cache entries were verified and not computed again",
+    "prefix_tokens_rejected": "prompt tokens that were claimed to be cached and were not",
+    "requests_failed": "requests that were ended because they could not be run or sampled",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Every field has the value that works on a plain machine.
+
+    `kv_memory_bytes` None or 0 means: measure, and take at most `kv_memory_fraction` of what is left after a worst-case
+    step, and no more than `kv_full_requests` requests of full length can use (fewer with a smaller `max_batch_size`).
+    `request_logprobs` admits prompt logprobs. `rank`/`world_size` decide who reports a request.
+    """
+
+    request_logprobs: bool = False
+    use_prefix_caching: bool = True
+    kv_memory_bytes: int | None = None
+    kv_memory_fraction: float = 0.5
+    kv_full_requests: int = 32
+    max_batch_size: int | None = None
+    watermark_gamma: float = 0.5
+    watermark_delta: float = 2.0
+    rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """What `Info` reports; constant over the engine's life."""
+
+    dtype: str
+    device_type: str
+    attention_impl: str
+    block_size: int
+    use_prefix_caching: bool
+    requires_padding: bool = False
+    speculate: int = 0
+    support_chunking: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupResult:
+    """Limits in tokens that the memory allows; the largest is the cache's capacity, block 0 included."""
+
+    max_supported_total_tokens: int
+    max_input_tokens: int
+    max_total_tokens: int
+
+
+def ignore(name: str, count: int) -> None:
+    """The counter of an engine nobody watches."""

@@ -1,0 +1,222 @@
+"""The shard's mind behind the eight calls: batches in, generations out. Synchronous, for one calling thread.
+
+Every Prefill or Decode first takes the batches it names out of the store and puts the result back last. So a call that
+raises, for whatever reason, has dropped them, and the engine serves the next call.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Items
+from dataclasses import replace
+
+import torch
+
+from deepseek_tgi.adapters.base import ModelAdapter
+from deepseek_tgi.core import HEALTH_REQUEST_ID, CachedBatch, Generation, Request, StepResult, StepTimings
+from deepseek_tgi.engine.admission import Admission
+from deepseek_tgi.engine.batch import Batch, concatenate, filtered, make_batch
+from deepseek_tgi.engine.batch_store import BatchStore
+from deepseek_tgi.engine.config import Counter, EngineConfig, ShardInfo, WarmupResult, ignore
+from deepseek_tgi.engine.intake import FIRST_BLOCK, Intake, blocks_for
+from deepseek_tgi.engine.memory import LinuxMemory, MemoryReader
+from deepseek_tgi.engine.runner import Runner
+from deepseek_tgi.engine.warmup import Limits, cache_budget, plan_cache, workspace_bytes, worst_case
+from deepseek_tgi.errors import NotReadyError, RequestError
+from deepseek_tgi.kv.pool import KVPool
+
+__all__ = ["Engine", "EngineConfig", "ShardInfo", "WarmupResult"]
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves one adapter. Owns the pool (from `warmup` on) and the cached batches."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        config: EngineConfig | None = None,
+        counter: Counter = ignore,
+        memory: MemoryReader | None = None,
+    ) -> None:
+        self._adapter = adapter
+        self._config = config or EngineConfig()
+        self._counter = counter
+        self._memory = memory or LinuxMemory()
+        self._admission = Admission(
+            Intake(adapter, self._config, counter), min(adapter.eos_token_ids, default=0), counter
+        )
+        self._store = BatchStore()
+        self._runner: Runner | None = None
+
+    def info(self) -> ShardInfo:
+        """Constant facts."""
+        facts = self._adapter.info
+        return ShardInfo(
+            dtype=facts.dtype,
+            device_type=facts.device_type,
+            attention_impl=facts.attention_impl,
+            block_size=self._adapter.kv_layout.block_size,
+            use_prefix_caching=self._config.use_prefix_caching,
+        )
+
+    def warmup(
+        self,
+        requests: Items[Request],
+        max_input_tokens: int | None,
+        max_prefill_tokens: int,
+        max_total_tokens: int | None,
+    ) -> WarmupResult:
+        """Run a worst-case step, measure, and make the cache. Calling it again starts afresh.
+
+        Raises: `ConfigError` for limits that contradict each other or the model, `ResourceError` if memory is short.
+        """
+        self._release()
+        limits = Limits(max_input_tokens, max_prefill_tokens, max_total_tokens)
+        positions = self._adapter.info.max_position_embeddings
+        limits.check(positions)
+        default_total = min(positions, self._adapter.tokenizer.model_max_length or positions)
+        layout = self._adapter.kv_layout
+        workspace = workspace_bytes(self._adapter, limits, self._config)
+        # The same plan on declared figures first: what cannot fit must not be tried.
+        budget = cache_budget(self._memory.available_bytes(), workspace, self._config)
+        plan_cache(layout, limits, default_total, budget, self._config)
+        workspace = max(workspace, self._measure(worst_case(requests, positions), max_prefill_tokens))
+        budget = cache_budget(self._memory.available_bytes(), workspace, self._config)
+        plan = plan_cache(layout, limits, default_total, budget, self._config)
+        self._runner = self._make_runner(plan.num_blocks, max_prefill_tokens)
+        log.info(
+            "cache of %d blocks of %d tokens, %d bytes, for requests of up to %d tokens; %d bytes of workspace",
+            plan.num_blocks, layout.block_size, self._runner.pool.nbytes, plan.result.max_total_tokens, workspace,
+        )  # fmt: skip
+        return plan.result
+
+    def prefill(self, batch_id: int, requests: Items[Request], cached: CachedBatch | None) -> StepResult:
+        """One step for new requests, and for the cached batch's if one is named.
+
+        Raises: `RequestError` if the only request there is cannot be run, `BatchNotFoundError`, and what the model
+        raises. A request that cannot be run beside others ends at once, without text, and the others go on.
+        """
+        start = time.perf_counter_ns()
+        if cached is None or cached.id != batch_id:
+            self._store.drop(batch_id)
+        joined = self._store.take([cached.id]) if cached is not None else []
+        runner = self._ready()
+        if batch_id == HEALTH_REQUEST_ID:
+            return self._liveness(runner, requests)
+        if not requests:
+            raise RequestError(f"batch {batch_id}: has no requests, expected at least one")
+        others = bool(joined) or len(self._store) > 0
+        admitted = self._admission.admit(runner, requests, joined, others)
+        sequences, refused = admitted.sequences, self._mine(admitted.refused)
+        size = runner.pool.layout.block_size
+        batches = [*joined, *([make_batch(batch_id, sequences, size)] if sequences else [])]
+        if not batches:
+            return StepResult(refused, None, StepTimings(0, 0, time.perf_counter_ns() - start))
+        joining = time.perf_counter_ns()
+        batch = concatenate(batches, size)
+        concat_ns = time.perf_counter_ns() - joining if len(batches) > 1 else None
+        return self._step(runner, batch, start, concat_ns, refused)
+
+    def decode(self, batch_ids: Items[int]) -> StepResult:
+        """One step for the union of the named batches.
+
+        Raises: `RequestError` for an empty list, `BatchNotFoundError`, and what the model raises.
+        """
+        start = time.perf_counter_ns()
+        batches = self._store.take(list(batch_ids))
+        runner = self._ready()
+        if not batches:
+            raise RequestError("Decode: got no batch, expected at least one cached batch id")
+        joining = time.perf_counter_ns()
+        batch = concatenate(batches, runner.pool.layout.block_size)
+        concat_ns = time.perf_counter_ns() - joining if len(batches) > 1 else None
+        return self._step(runner, batch, start, concat_ns, [])
+
+    def filter(self, batch_id: int, request_ids: Items[int]) -> CachedBatch:
+        """Keep exactly the named requests, in that order. On an error the batch stays as it was.
+
+        Raises: `BatchNotFoundError`; `RequestError` for an empty list or ids that are not in the batch.
+        """
+        batch = filtered(self._store.get(batch_id), request_ids, self._adapter.kv_layout.block_size)
+        self._store.put(batch)
+        return batch.cached()
+
+    def clear(self, batch_id: int | None) -> None:
+        """Forget one batch, or all; an unknown id is fine."""
+        if batch_id is None:
+            self._store.drop_all()
+        else:
+            self._store.drop(batch_id)
+
+    def health(self) -> None:
+        """Ask the device for a little memory and the cache for its integrity; raises if either fails."""
+        torch.zeros(2, 2, device=self._adapter.info.device_type).sum().item()
+        if self._runner is not None:
+            self._runner.pool.check_integrity()
+
+    def close(self) -> None:
+        """Give back cache and model."""
+        self._release()
+        self._adapter.close()
+
+    def _step(
+        self, runner: Runner, batch: Batch, start: int, concat_ns: int | None, refused: list[Generation]
+    ) -> StepResult:
+        stepped = runner.run(batch)
+        if stepped.batch is not None:
+            self._store.put(stepped.batch)
+        timings = stepped.timings(time.perf_counter_ns() - start, concat_ns)
+        cached = None if stepped.batch is None else stepped.batch.cached()
+        return StepResult([*refused, *stepped.generations], cached, timings)
+
+    def _liveness(self, runner: Runner, requests: Items[Request]) -> StepResult:
+        """The router's one-token request on block 0: it ends here and joins no batch."""
+        start = time.perf_counter_ns()
+        if len(requests) != 1 or requests[0].id != HEALTH_REQUEST_ID:
+            raise RequestError(
+                f"batch {HEALTH_REQUEST_ID} is the liveness batch; got requests {[r.id for r in requests]}, expected "
+                "one of the same id"
+            )
+        request = replace(requests[0], stop=replace(requests[0].stop, max_new_tokens=1))
+        sequences = self._admission.admit(runner, [request], [], others=False).sequences
+        stepped = runner.run(make_batch(HEALTH_REQUEST_ID, sequences, runner.pool.layout.block_size))
+        return StepResult(stepped.generations, None, stepped.timings(time.perf_counter_ns() - start, None))
+
+    def _mine(self, generations: Items[Generation]) -> list[Generation]:
+        """Those that this rank reports."""
+        rank, world = self._config.rank, self._config.world_size
+        return [g for g in generations if g.request_id % world == rank]
+
+    def _measure(self, requests: Items[Request], max_prefill_tokens: int) -> int:
+        """Run the worst case on a cache of its own; bytes it took at its peak, 0 if that was no new peak."""
+        size = self._adapter.kv_layout.block_size
+        slots = sum(blocks_for(r.truncate + 1, size) for r in requests)
+        runner = self._make_runner(FIRST_BLOCK + max(slots, 1), max_prefill_tokens)
+        before, peak_before = self._memory.resident_bytes(), self._memory.peak_bytes()
+        try:
+            sequences = self._admission.admit(runner, requests, [], others=False).sequences
+            batch: Batch | None = make_batch(0, sequences, size)
+            while batch is not None:
+                batch = runner.run(batch).batch
+            peak = self._memory.peak_bytes()
+            return max(0, peak - before - runner.pool.nbytes) if peak > peak_before else 0
+        finally:
+            runner.pool.close()
+
+    def _make_runner(self, num_blocks: int, max_prefill_tokens: int) -> Runner:
+        pool = KVPool(self._adapter.kv_layout, num_blocks, self._adapter.info.device_type)
+        return Runner(self._adapter, pool, self._config, self._counter, max_prefill_tokens)
+
+    def _ready(self) -> Runner:
+        if self._runner is None:
+            raise NotReadyError("the cache does not exist yet: Warmup must succeed before Prefill and Decode")
+        return self._runner
+
+    def _release(self) -> None:
+        self._store.drop_all()
+        if self._runner is not None:
+            self._runner.pool.close()
+        self._runner = None
