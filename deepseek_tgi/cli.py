@@ -15,6 +15,8 @@ from deepseek_tgi.errors import DeepseekTgiError
 if TYPE_CHECKING:
     from deepseek_tgi.config import LauncherConfig
 
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
 Command = Callable[[argparse.Namespace], int]
 
 EXIT_CODES = """exit codes:
@@ -58,10 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(
-    commands: argparse._SubParsersAction, name: str, command: Command, about: str, example: str
-) -> argparse.ArgumentParser:  # type: ignore[type-arg]
-    added = commands.add_parser(
+def _add(commands: Commands, name: str, command: Command, about: str, example: str) -> argparse.ArgumentParser:
+    added: argparse.ArgumentParser = commands.add_parser(
         name,
         help=about,
         description=about[0].upper() + about[1:] + ".",
@@ -72,7 +72,7 @@ def _add(
     return added
 
 
-def _add_serving(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
+def _add_serving(commands: Commands) -> None:
     quick = _add(
         commands, "quickstart", _quickstart, "serve a small model, ask it a question, go on serving", "quickstart"
     )
@@ -102,7 +102,7 @@ def _add_serving(commands: argparse._SubParsersAction) -> None:  # type: ignore[
     shim.add_argument("--force", action="store_true", help="overwrite files that we did not write")
 
 
-def _add_models(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
+def _add_models(commands: Commands) -> None:
     fetch = _add(
         commands, "download-weights", _download, "make sure a model is on this machine", "download-weights smollm2"
     )
@@ -130,7 +130,7 @@ def _add_models(commands: argparse._SubParsersAction) -> None:  # type: ignore[t
     quantize.add_argument("--group-size", type=int, default=128, help="weights a scale (default 128; 64 where it must)")
 
 
-def _add_backends(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
+def _add_backends(commands: Commands) -> None:
     _add(commands, "backends", _backends, "list the backends of --backend with their origin", "backends")
     check = _add(
         commands,

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(arguments, os.environ)
     except DeepseekTgiError as error:
-        if logging.getLogger().handlers:
+        if log.configured():
             logger.error("%s", error)
         else:
             sys.stderr.write(f"text-generation-launcher: {error}\n")

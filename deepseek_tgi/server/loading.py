@@ -43,5 +43,18 @@ def load_engine(config: ShardConfig) -> EngineApi:
     from deepseek_tgi.engine.engine import Engine, EngineConfig
 
     adapter = load_backend(config.backend).get_model(config.model_id, config.revision, load_options(config))
-    engine: EngineApi = Engine(adapter, EngineConfig())
+    engine: EngineApi = Engine(
+        adapter,
+        EngineConfig(
+            request_logprobs=config.request_logprobs,
+            prefill_chunking=config.prefill_chunking,
+            use_prefix_caching=config.prefix_caching,
+            kv_memory_bytes=config.kv_memory or None,
+            max_batch_size=config.max_batch_size,
+            watermark_gamma=config.watermark_gamma,
+            watermark_delta=config.watermark_delta,
+            rank=config.rank,
+            world_size=config.world_size,
+        ),
+    )
     return engine

@@ -122,7 +122,7 @@ class Shard:
         service = ShardService(engine, self._thread, self._state, urls, self._metrics)
         interceptor = CallInterceptor(SERVICE, service.drop, self._fatal, self._tracing, self._metrics)
         server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
-        generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         return server

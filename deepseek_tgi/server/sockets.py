@@ -30,14 +30,26 @@ def check_path(path: str) -> None:
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise ResourceError(f"socket path {path!r}: {folder!r} is not a folder; create it or choose another path")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ResourceError(f"socket path {path!r}: no permission to write in {folder!r}; choose another path")
+    _try_binding(path, folder)
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
         raise ResourceError(f"socket path {path!r} exists and is no socket; remove it or choose another path")
     if listens(path):
         raise ResourceError(f"socket path {path!r} is in use by a running shard; stop it or choose another path")
+
+
+def _try_binding(path: str, folder: str) -> None:
+    """The only test that tells the truth on every file system and for every user."""
+    trial = temporary_path(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(trial)
+        except OSError as error:
+            raise ResourceError(
+                f"socket path {path!r}: cannot make a socket in {folder!r} ({error.strerror}); choose another path"
+            ) from error
+    os.unlink(trial)
 
 
 def listens(path: str) -> bool:

@@ -136,3 +136,8 @@ def configure(form: str, level: str, environ: Mapping[str, str], descriptor: int
     root.setLevel(max(number, logging.WARNING))
     logging.getLogger("deepseek_tgi").setLevel(number)
     logging.captureWarnings(True)
+
+
+def configured() -> bool:
+    """True once `configure` has been called: before that, an error can only go to stderr as it is."""
+    return any(isinstance(handler, LineHandler) for handler in logging.getLogger().handlers)

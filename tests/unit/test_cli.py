@@ -1,0 +1,97 @@
+"""The command line: help, exit codes, what it prints; nothing heavy at start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepseek_tgi import __version__, cli
+
+COMMANDS = (
+    *("quickstart", "launch", "info", "shim", "download-weights", "import-gguf", "quantize", "backends"),
+    "check-backend",
+)
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    assert left.value.code == 0
+    assert [name for name in COMMANDS if name not in shown] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, "--help"])
+    assert left.value.code == 0
+    assert "example:" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"deepseek-tgi {__version__}\n"
+
+
+def test_backends_shows_origin_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["backends"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("deepseek-quant "))
+    assert line.split()[1:3] == ["deepseek-tgi", __version__]
+
+
+def test_info_shows_values_origins_and_no_secret(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAX_BEST_OF", "3")
+    assert cli.main(["info", "--port", "4000", "--api-key", "very-secret-key"]) == 0
+    shown = capsys.readouterr().out
+    lines = {line.split()[0]: line.split()[1:] for line in shown.splitlines()}
+    assert lines["--port"] == ["4000", "flag", "--port"]
+    assert lines["--max-best-of"] == ["3", "environment", "MAX_BEST_OF"]
+    assert lines["--max-stop-sequences"] == ["4", "default"]
+    assert "very-secret-key" not in shown
+
+
+def test_info_counts_the_cache_bytes_of_a_model(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    config = json.loads((tiny_model_dir / "config.json").read_text())
+    assert cli.main(["info", "--model-id", str(tiny_model_dir)]) == 0
+    shown = capsys.readouterr().out
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    cells = config["num_hidden_layers"] * config["num_key_value_heads"] * 2 * width
+    # An int8 element is one byte; scale and zero of K and of V are two bytes each, per token, layer and head.
+    scales = config["num_hidden_layers"] * config["num_key_value_heads"] * 2 * 2 * 2
+    assert f"{cells * 4} bytes a token" in shown
+    assert f"{cells + scales} bytes a token" in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["download-weights", "/no/such/folder"], 3, "/no/such/folder"),
+        (["check-backend", "nope"], 2, "unknown backend 'nope'"),
+        (["info", "--prot", "1"], 2, "did you mean --port"),
+        (["launch", "--model-id", "/x", "--port", "-1"], 2, "--port"),
+    ],
+)
+def test_errors_are_one_message_and_a_code(
+    argv: list[str], code: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == code
+    shown = capfd.readouterr().err
+    assert message in shown
+    assert "Traceback" not in shown
+
+
+def test_a_closed_reader_is_no_error() -> None:
+    shell = f"{sys.executable} -m deepseek_tgi.cli info | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0
+    assert done.stderr == ""
