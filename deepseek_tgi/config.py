@@ -74,6 +74,14 @@ class LauncherConfig:
     kernels: str | None = _own(choice("auto", "native", "torch", "reference"), "kernels to compute with", "KERNELS")
     num_threads: int | None = _own(integer(0, 4096), "CPU threads of a shard, 0 for what it may use", "NUM_THREADS")
 
+    openai_reasons: str = _own(
+        choice("tgi", "openai"),
+        "finish reasons on OpenAI routes: TGI's words or only OpenAI's",
+        "OPENAI_REASONS",
+        default="tgi",
+        flag=False,
+    )
+
     model_id: str = _flag(text, "hub id, local folder, or smollm2", "MODEL_ID", MODEL, default=DEFAULT_MODEL)
     revision: str | None = _flag(text, "hub revision", "REVISION", MODEL)
     quantize: str | None = _flag(choice(*QUANTIZERS), "quantizer; the model's own by default", "QUANTIZE", MODEL)
@@ -222,6 +230,8 @@ class ShardConfig:
     rope_factor: float | None = _env(number(1e-6), "rope factor override", "ROPE_FACTOR")
     request_logprobs: bool = _env(boolean, "prompt logprobs are offered", "REQUEST_LOGPROBS", default=False)
     prefill_chunking: bool = _env(boolean, "cut long prompts", "PREFILL_CHUNKING", default=True)
+    watermark_gamma: float = _env(number(0.0, 1.0), "watermark green share", "WATERMARK_GAMMA", default=0.5)
+    watermark_delta: float = _env(number(), "watermark bias", "WATERMARK_DELTA", default=2.0)
 
     backend: str = _env(text, "backend name or module:Class", OWN_PREFIX + "BACKEND", default=DEFAULT_BACKEND)
     prefix_caching: bool = _env(boolean, "report prefix caching", OWN_PREFIX + "PREFIX_CACHING", default=True)
