@@ -21,10 +21,12 @@ class EngineConfig:
 
     `kv_memory_bytes` None or 0 means: measure, and take at most `kv_memory_fraction` of what is left after a worst-case
     step, and no more than `kv_full_requests` requests of full length can use (fewer with a smaller `max_batch_size`).
-    `request_logprobs` admits prompt logprobs. `rank`/`world_size` decide who reports a request.
+    `request_logprobs` admits prompt logprobs; `prefill_chunking` and `use_prefix_caching` are what the router is told:
+    the engine can do both in any case. `rank`/`world_size` decide who reports a request.
     """
 
     request_logprobs: bool = False
+    prefill_chunking: bool = True
     use_prefix_caching: bool = True
     kv_memory_bytes: int | None = None
     kv_memory_fraction: float = 0.5

@@ -60,6 +60,7 @@ class Engine:
             attention_impl=facts.attention_impl,
             block_size=self._adapter.kv_layout.block_size,
             use_prefix_caching=self._config.use_prefix_caching,
+            support_chunking=self._config.prefill_chunking,
         )
 
     def warmup(
@@ -76,7 +77,7 @@ class Engine:
         self._release()
         limits = Limits(max_input_tokens, max_prefill_tokens, max_total_tokens)
         positions = self._adapter.info.max_position_embeddings
-        limits.check(positions)
+        limits.check(positions, self._config.prefill_chunking)
         default_total = min(positions, self._adapter.tokenizer.model_max_length or positions)
         layout = self._adapter.kv_layout
         workspace = workspace_bytes(self._adapter, limits, self._config)

@@ -35,7 +35,7 @@ class Limits:
     max_prefill_tokens: int
     max_total_tokens: int | None
 
-    def check(self, max_positions: int) -> None:
+    def check(self, max_positions: int, chunking: bool) -> None:
         """Raise `ConfigError` for limits that contradict each other or the model."""
         if self.max_prefill_tokens < 1:
             raise ConfigError(f"max_prefill_tokens: got {self.max_prefill_tokens}, expected at least 1")
@@ -48,6 +48,11 @@ class Limits:
             raise ConfigError(
                 f"max_input_tokens: got {prompt}, expected 1 to {(total or max_positions) - 1}, so that one new token "
                 "fits behind the longest prompt"
+            )
+        if prompt is not None and prompt > self.max_prefill_tokens and not chunking:
+            raise ConfigError(
+                f"max_input_tokens: got {prompt}, expected at most max_prefill_tokens {self.max_prefill_tokens}: longer "
+                "prompts need PREFILL_CHUNKING, which is off"
             )
 
 
@@ -81,7 +86,8 @@ def plan_cache(layout: KVLayout, limits: Limits, max_positions: int, budget_byte
             f"{max(0, budget_bytes)} bytes are available ({num_blocks} blocks): {ADVICE}"
         )
     total = limits.max_total_tokens or max(demanded, min(max_positions, (num_blocks - FIRST_BLOCK) * size))
-    prompt = limits.max_input_tokens if limits.max_input_tokens is not None else total - 1
+    longest_prompt = total - 1 if config.prefill_chunking else min(total - 1, limits.max_prefill_tokens)
+    prompt = limits.max_input_tokens if limits.max_input_tokens is not None else longest_prompt
     return Plan(num_blocks, WarmupResult(num_blocks * size, prompt, total))
 
 

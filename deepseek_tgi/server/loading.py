@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from deepseek_tgi.config import ShardConfig
-from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.registry import load_backend
 from deepseek_tgi.server.service import EngineApi
 
 if TYPE_CHECKING:
     from deepseek_tgi.adapters.base import LoadOptions
+
+Count = Callable[[str, int], None]
 
 
 def load_options(config: ShardConfig) -> LoadOptions:
@@ -34,12 +36,11 @@ def load_options(config: ShardConfig) -> LoadOptions:
     )
 
 
-def load_engine(config: ShardConfig) -> EngineApi:
-    """Load the model and make its engine; takes as long as the weights take. Raises the taxonomy's errors."""
-    if config.rank >= config.world_size:
-        raise ConfigError(
-            f"RANK {config.rank} with WORLD_SIZE {config.world_size}: expected a rank below the world size"
-        )
+def load_engine(config: ShardConfig, count: Count) -> EngineApi:
+    """Load the model and make its engine; takes as long as the weights take. Raises the taxonomy's errors.
+
+    `count(event, times)` is told of what the engine counts.
+    """
     from deepseek_tgi.engine.engine import Engine, EngineConfig
 
     adapter = load_backend(config.backend).get_model(config.model_id, config.revision, load_options(config))
@@ -56,5 +57,6 @@ def load_engine(config: ShardConfig) -> EngineApi:
             rank=config.rank,
             world_size=config.world_size,
         ),
+        count,
     )
     return engine
