@@ -1,7 +1,7 @@
 """A shard process around an engine without a model: for tests of sockets, signals and statuses.
 
 Run as `python tests/stub_shard.py serve …`, as the launcher runs `text-generation-server`. The first prompt of a
-Prefill tells the engine what to do: `sleep 2`, `raise TEXT`, `refuse TEXT`, `fatal TEXT`; anything else yields one token.
+Prefill tells the engine what to do: `sleep 2`, `raise TEXT`, `refuse TEXT`, `fatal TEXT`; anything else yields a token.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from deepseek_tgi.core import (
 )
 from deepseek_tgi.errors import BatchNotFoundError, CheckpointError, DeviceError, RequestError
 from deepseek_tgi.options import Program
+from deepseek_tgi.server.loading import Count
 
 TIMINGS = StepTimings(forward_ns=3, decode_ns=2, total_ns=5)
 
@@ -129,7 +130,7 @@ def _generation(request_id: int, done: bool) -> Generation:
     return Generation(request_id, Tokens([7], [-0.5], ["ok"], [False]), generated_text=text)
 
 
-def load_stub(config: ShardConfig) -> StubEngine:
+def load_stub(config: ShardConfig, count: Count) -> StubEngine:
     """As long as STUB_LOAD_S says; STUB_FAIL is the reason a model cannot load."""
     time.sleep(float(os.environ.get("STUB_LOAD_S", "0")))
     if reason := os.environ.get("STUB_FAIL"):

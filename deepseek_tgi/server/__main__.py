@@ -31,6 +31,7 @@ def main(argv: Sequence[str], load: Load | None = None) -> int:
 
     `load` makes the engine of `serve`; None loads the model by its backend.
     """
+    _open_standard_streams()
     try:
         return _run(argv, load)
     except DeepseekTgiError as error:
@@ -38,6 +39,15 @@ def main(argv: Sequence[str], load: Load | None = None) -> int:
             logger.error("%s", error)
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code
+
+
+def _open_standard_streams() -> None:
+    """Point closed ones at /dev/null: else a socket of ours would get the number, and log lines or stdin with it."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def _run(argv: Sequence[str], load: Load | None) -> int:

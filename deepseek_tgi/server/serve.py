@@ -21,7 +21,7 @@ from deepseek_tgi.probes.state import State, StateOwner
 from deepseek_tgi.server.engine_thread import EngineThread
 from deepseek_tgi.server.interceptors import CallInterceptor
 from deepseek_tgi.server.lifeline import StopRequest, watch_signals, watch_stdin
-from deepseek_tgi.server.loading import load_engine
+from deepseek_tgi.server.loading import Count, load_engine
 from deepseek_tgi.server.service import SERVICE, EngineApi, ShardService
 from deepseek_tgi.server.sockets import Publication, check_path, rank_path
 from deepseek_tgi.telemetry import tracing
@@ -37,7 +37,7 @@ SERVER_OPTIONS = (
     ("grpc.max_send_message_length", -1),
 )
 
-Load = Callable[[ShardConfig], EngineApi]
+Load = Callable[[ShardConfig, Count], EngineApi]
 
 
 def serve(config: ShardConfig, load: Load = load_engine) -> int:
@@ -85,7 +85,7 @@ class Shard:
     async def _loaded(self) -> EngineApi | None:
         """The engine; None if asked to leave meanwhile (the loading thread is left behind)."""
         self._state.move(State.LOADING)
-        loading = asyncio.ensure_future(self._thread.run(lambda: self._load(self._config)))
+        loading = asyncio.ensure_future(self._thread.run(lambda: self._load(self._config, self._metrics.count_event)))
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():

@@ -32,6 +32,7 @@ SHARD_METRICS = (
     MetricSpec("deepseek_tgi_forward_duration", "histogram", "Seconds in the model in one step", ("method",)),
     MetricSpec("deepseek_tgi_generated_tokens", "counter", "Tokens sent to the router"),
     MetricSpec("deepseek_tgi_cached_requests", "gauge", "Requests in the batch returned last"),
+    MetricSpec("deepseek_tgi_engine_events", "counter", "What the engine counts, by event", ("event",)),
     MetricSpec("deepseek_tgi_spans_dropped", "counter", "Spans that could not be exported"),
     MetricSpec("deepseek_tgi_state", "gauge", "1 for the state the process is in, 0 for the others", ("state",)),
 )
@@ -61,8 +62,13 @@ class ShardMetrics:
         self.forward_duration = histogram("forward_duration")
         self.generated_tokens = counter("generated_tokens")
         self.cached_requests = gauge("cached_requests")
+        self.engine_events = counter("engine_events")
         self.spans_dropped = counter("spans_dropped")
         self.state = gauge("state")
+
+    def count_event(self, event: str, times: int) -> None:
+        """One of the engine's own counters."""
+        self.engine_events.labels(event).inc(times)
 
     def serve(self, port: int) -> None:
         """Answer `GET /metrics` on `port`, all addresses, from a thread of its own. Raises `OSError` if taken."""
