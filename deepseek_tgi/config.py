@@ -21,6 +21,7 @@ from deepseek_tgi.options import (
     comma_list,
     integer,
     listen_address,
+    multiple_of,
     number,
     option,
     options_of,
@@ -69,7 +70,7 @@ class LauncherConfig:
         group=CACHE,
         env=(OWN_PREFIX + "KV_CACHE_DTYPE", "KV_CACHE_DTYPE"),
     )
-    block_size: int | None = _own(integer(16, 4096), "tokens a KV block, a multiple of 16", "BLOCK_SIZE")
+    block_size: int | None = _own(multiple_of(16, 4096), "tokens a KV block, a multiple of 16", "BLOCK_SIZE")
     kv_memory: int | None = _own(byte_size, "memory for the KV cache: auto or a size such as 4GiB", "KV_MEMORY")
     kernels: str | None = _own(choice("auto", "native", "torch", "reference"), "kernels to compute with", "KERNELS")
     num_threads: int | None = _own(integer(0, 4096), "CPU threads of a shard, 0 for what it may use", "NUM_THREADS")
@@ -235,7 +236,7 @@ class ShardConfig:
 
     backend: str = _env(text, "backend name or module:Class", OWN_PREFIX + "BACKEND", default=DEFAULT_BACKEND)
     prefix_caching: bool = _env(boolean, "report prefix caching", OWN_PREFIX + "PREFIX_CACHING", default=True)
-    block_size: int = _env(integer(16, 4096), "tokens a KV block", OWN_PREFIX + "BLOCK_SIZE", default=16)
+    block_size: int = _env(multiple_of(16, 4096), "tokens a KV block", OWN_PREFIX + "BLOCK_SIZE", default=16)
     kv_memory: int = _env(byte_size, "bytes for the KV cache, 0 to measure", OWN_PREFIX + "KV_MEMORY", default=0)
     kernels: str = _env(
         choice("auto", "native", "torch", "reference"), "kernels", OWN_PREFIX + "KERNELS", default="auto"

@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class FakeShard(TextGenerationServiceServicer):
         self.calls: list[tuple[str, Any]] = []
         self.faults: list[str] = []
         self.batches: dict[int, list[Running]] = {}
-        self.slots: dict[int, tuple[int, ...] | None] = {}
+        self.slots: dict[int, int | None] = {}
         self.gate = asyncio.Event()
         self.gate.set()
         self.fail_next: dict[str, str] = {}
@@ -238,8 +239,8 @@ class FakeShard(TextGenerationServiceServicer):
             self.faults.append(f"request {request.id}: slots do not follow its blocks")
         if not request.cache_len < len(ids):
             self.faults.append(f"request {request.id}: cache_len {request.cache_len} of {len(ids)} tokens")
-        for position in range(request.cache_len):
-            if self.slots.get(slots[position]) != tuple(ids[: position + 1]):
+        for position, history in enumerate(_histories(ids)[: request.cache_len]):
+            if self.slots.get(slots[position]) != history:
                 self.faults.append(f"request {request.id}: claims position {position}, which is not stored")
                 break
         mine = {request.slots[p] for p in range(request.cache_len, len(slots))}
@@ -289,9 +290,9 @@ class FakeShard(TextGenerationServiceServicer):
         return self._generation(r)
 
     def _store(self, r: Running, start: int, stop: int, ids: list[int] | None) -> None:
-        slots = r.request.slots
-        for position in range(start, min(stop, len(slots))):
-            self.slots[slots[position]] = None if ids is None else tuple(ids[: position + 1])
+        slots = r.request.slots[start:stop]
+        histories = [None] * len(slots) if ids is None else _histories(ids)[start:stop]
+        self.slots.update(zip(slots, histories, strict=False))
 
     def _generation(self, r: Running) -> pb.Generation:
         n = len(r.made)
@@ -355,3 +356,8 @@ class FakeShard(TextGenerationServiceServicer):
             max_tokens=len({b for r in running for b in r.request.blocks}) * self.traits.block_size,
             current_tokens=sum(waiting),
         )
+
+
+def _histories(ids: list[int]) -> list[int]:
+    """For each position, a number that stands for all ids up to it."""
+    return list(accumulate(ids, lambda before, token: hash((before, token))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +84,11 @@ class Bench:
 
 @asynccontextmanager
 async def router_bench(
-    folder: Path, argv: Sequence[str] = (), traits: Traits | None = None, ranks: int = 1, checked: bool = True
+    folder: Path,
+    argv: Sequence[str] = (),
+    traits: Traits | None = None,
+    ranks: int = 1,
+    environ: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Bench]:
     """Start shards and router; at the end nothing may be in flight, no block lost and no fault seen."""
     model = folder / "model"
@@ -92,7 +96,7 @@ async def router_bench(
         model.mkdir()
         write_tokenizer(model)
     base = ["--tokenizer-name", str(model), "--master-shard-uds-path", str(folder / "shard-0"), "--port", "0"]
-    config = from_sources([*base, *argv], {})
+    config = from_sources([*base, *argv], environ or {})
     async with AsyncExitStack() as stack:
         shards = []
         for rank in range(ranks):
@@ -108,8 +112,7 @@ async def router_bench(
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30))
         bench = Bench(shards, router, http, port, batching)
         yield bench
-        if checked:
-            await _check_rest(bench)
+        await _check_rest(bench)
 
 
 async def _cancelled(task: asyncio.Task[Any]) -> None:
@@ -124,9 +127,11 @@ async def _served(router: Router) -> AsyncIterator[int]:
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.001)
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    await task
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
 
 
 async def _check_rest(bench: Bench) -> None:

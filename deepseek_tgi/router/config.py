@@ -90,6 +90,13 @@ class RouterConfig:
     compute_type: str = option(
         text, "value of the x-compute-type header", env=("COMPUTE_TYPE",), default="gpu+optimized", flag=False
     )
+    openai_reasons: str = option(
+        choice("tgi", "openai"),
+        "finish reasons on OpenAI routes: TGI's words (stop_sequence, streamed eos_token) or only OpenAI's",
+        env=("DEEPSEEK_TGI_OPENAI_REASONS",),
+        default="tgi",
+        flag=False,
+    )
     docker_label: str | None = option(text, "shown by /info", env=("DOCKER_LABEL",), flag=False)
     hf_hub_offline: bool = option(boolean, "use the hub cache only", env=("HF_HUB_OFFLINE",), default=False, flag=False)
 

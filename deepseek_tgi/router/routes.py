@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from deepseek_tgi.router.chat_api import ChatApi
+from deepseek_tgi.router.completions_api import CompletionsApi
 from deepseek_tgi.router.http import Handler
+from deepseek_tgi.router.more_api import MoreApi
 from deepseek_tgi.router.service_api import ServiceApi
 from deepseek_tgi.router.state import RouterState
 from deepseek_tgi.router.tgi_api import NativeApi
@@ -10,16 +13,26 @@ from deepseek_tgi.router.tgi_api import NativeApi
 
 def route_table(state: RouterState) -> dict[tuple[str, str], Handler]:
     """Method and path to handler."""
-    native = NativeApi(state)
-    service = ServiceApi(state)
+    native, service = NativeApi(state), ServiceApi(state)
+    chat, completions = ChatApi(state), CompletionsApi(state)
+    more = MoreApi(state, native, chat, completions)
     return {
         ("POST", "/"): native.compat_generate,
         ("POST", "/generate"): native.generate,
         ("POST", "/generate_stream"): native.generate_stream,
+        ("POST", "/v1/chat/completions"): chat.completions,
+        ("POST", "/v1/completions"): completions.completions,
+        ("POST", "/tokenize"): more.tokenize,
+        ("POST", "/chat_tokenize"): chat.tokenize,
+        ("POST", "/invocations"): more.invocations,
+        ("POST", "/vertex"): more.vertex,
+        ("GET", "/v1/models"): more.models,
         ("GET", "/"): service.health,
         ("GET", "/health"): service.health,
         ("GET", "/ping"): service.health,
         ("GET", "/ready"): service.ready,
         ("GET", "/info"): service.info,
         ("GET", "/metrics"): service.metrics,
+        ("GET", "/docs"): service.docs,
+        ("GET", "/api-doc/openapi.json"): service.openapi,
     }

@@ -6,6 +6,7 @@ from deepseek_tgi import __version__
 from deepseek_tgi.router.errors import UnhealthyError
 from deepseek_tgi.router.http import Exchange
 from deepseek_tgi.router.metrics import CONTENT_TYPE
+from deepseek_tgi.router.openapi import PAGE, openapi_document
 from deepseek_tgi.router.state import RouterState
 
 
@@ -59,3 +60,11 @@ class ServiceApi:
                 "docker_label": config.docker_label,
             },
         )
+
+    async def openapi(self, exchange: Exchange) -> None:
+        """GET /api-doc/openapi.json."""
+        await exchange.respond_json(200, openapi_document(self._state.config.api_key is not None))
+
+    async def docs(self, exchange: Exchange) -> None:
+        """GET /docs: a page that shows the document."""
+        await exchange.respond(200, PAGE.encode(), "text/html; charset=utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -37,6 +37,20 @@ def native_error(error: DeepseekTgiError) -> bytes:
 def openai_error(error: DeepseekTgiError) -> bytes:
     """The last event before `[DONE]` of an OpenAI stream that failed; the code is 422 whatever the cause."""
     return event({"error": {"message": str(in_stream(error)), "http_status_code": 422}})
+
+
+async def openai_stream(
+    chunks: AsyncGenerator[bytes, None], note_failed: Callable[[DeepseekTgiError], None]
+) -> AsyncGenerator[bytes, None]:
+    """`chunks`, an error told inside the stream, and `[DONE]`."""
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                yield chunk
+        except DeepseekTgiError as error:
+            note_failed(error)
+            yield openai_error(error)
+    yield DONE
 
 
 class _KeepAlive:

@@ -1,0 +1,291 @@
+"""The OpenAPI document of this door, written by hand, and a page that shows it without any other host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepseek_tgi import __version__
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+FLAG: Schema = {"type": "boolean"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number", "format": "float"}
+
+
+def _nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _list(item: Schema) -> Schema:
+    return {"type": "array", "items": item}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _object(required: str, **properties: Schema) -> Schema:
+    """An object; `required` lists names separated by spaces."""
+    return {"type": "object", "properties": properties, "required": required.split()}
+
+
+def _optional(**properties: Schema) -> dict[str, Schema]:
+    return {name: _nullable(schema) for name, schema in properties.items()}
+
+
+TOKEN = _object("id text logprob special", id=COUNT, text=TEXT, logprob=_nullable(NUMBER), special=FLAG)
+PREFILL_TOKEN = _object("id text logprob", id=COUNT, text=TEXT, logprob=_nullable(NUMBER))
+REASON: Schema = {"type": "string", "enum": ["length", "eos_token", "stop_sequence"]}
+ENDED = {"finish_reason": REASON, "generated_tokens": COUNT, "seed": _nullable(COUNT)}
+LISTS = {"prefill": _list(PREFILL_TOKEN), "tokens": _list(TOKEN), "top_tokens": _list(_list(TOKEN))}
+USAGE = _object(
+    "prompt_tokens completion_tokens total_tokens", prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT
+)
+TOOL_CALL = _object(
+    "id type function",
+    id=TEXT,
+    type=TEXT,
+    function=_object("name arguments", description=_nullable(TEXT), name=TEXT, arguments=TEXT),
+)
+FUNCTION = _object("name", name=TEXT, description=_nullable(TEXT), parameters={"type": "object"})
+GRAMMAR: Schema = {
+    "oneOf": [
+        _object("type value", type={"enum": ["json", "json_object"]}, value={}),
+        _object("type value", type={"const": "regex"}, value=TEXT),
+        _object("type value", type={"const": "json_schema"}, value=_object("schema", name=TEXT, schema={})),
+    ]
+}
+CONTENT: Schema = {
+    "oneOf": [
+        TEXT,
+        _list(_object("type", type=TEXT, text=TEXT, image_url=_object("url", url=TEXT))),
+        {"type": "null"},
+    ]
+}
+OPENAI_COMMON = _optional(
+    model=TEXT, max_tokens=COUNT, temperature=NUMBER, top_p=NUMBER, frequency_penalty=NUMBER, seed=COUNT
+) | {"stream": FLAG, "stop": _nullable({"oneOf": [TEXT, _list(TEXT)]})}
+
+SCHEMAS: dict[str, Schema] = {
+    "ErrorResponse": _object("error error_type", error=TEXT, error_type=TEXT),
+    "GrammarType": GRAMMAR,
+    "GenerateParameters": _object(
+        "",
+        **_optional(
+            best_of=COUNT,
+            temperature=NUMBER,
+            repetition_penalty=NUMBER,
+            frequency_penalty=NUMBER,
+            top_k={"type": "integer"},
+            top_p=NUMBER,
+            typical_p=NUMBER,
+            max_new_tokens=COUNT,
+            return_full_text=FLAG,
+            truncate=COUNT,
+            seed=COUNT,
+            top_n_tokens=COUNT,
+            grammar=_ref("GrammarType"),
+            adapter_id=TEXT,
+        ),
+        do_sample=FLAG,
+        stop=_list(TEXT),
+        watermark=FLAG,
+        details=FLAG,
+        decoder_input_details=FLAG,
+    ),
+    "GenerateRequest": _object("inputs", inputs=TEXT, parameters=_ref("GenerateParameters")),
+    "CompatGenerateRequest": _object("inputs", inputs=TEXT, parameters=_ref("GenerateParameters"), stream=FLAG),
+    "Token": TOKEN,
+    "GenerateResponse": _object(
+        "generated_text",
+        generated_text=TEXT,
+        details=_object(
+            "finish_reason generated_tokens seed prefill tokens",
+            **ENDED,
+            **LISTS,
+            best_of_sequences=_list(
+                _object(
+                    "generated_text finish_reason generated_tokens seed prefill tokens",
+                    generated_text=TEXT,
+                    **ENDED,
+                    **LISTS,
+                )
+            ),
+        ),
+    ),
+    "StreamResponse": _object(
+        "index token generated_text details",
+        index=COUNT,
+        token=TOKEN,
+        top_tokens=_list(TOKEN),
+        generated_text=_nullable(TEXT),
+        details=_nullable(_object("finish_reason generated_tokens seed input_length", **ENDED, input_length=COUNT)),
+    ),
+    "ChatRequest": _object(
+        "messages",
+        messages=_list(
+            _object(
+                "role",
+                role=TEXT,
+                content=CONTENT,
+                name=_nullable(TEXT),
+                tool_call_id=_nullable(TEXT),
+                tool_calls=_nullable(_list(TOOL_CALL)),
+            )
+        ),
+        **OPENAI_COMMON,
+        **_optional(
+            max_completion_tokens=COUNT,
+            presence_penalty=NUMBER,
+            logprobs=FLAG,
+            top_logprobs=COUNT,
+            stream_options=_object("include_usage", include_usage=FLAG),
+            tools=_list(_object("type function", type=TEXT, function=FUNCTION)),
+            tool_choice={"oneOf": [TEXT, _object("type function", type=TEXT, function=_object("name", name=TEXT))]},
+            tool_prompt=TEXT,
+            response_format=_ref("GrammarType"),
+        ),
+    ),
+    "ChatCompletion": _object(
+        "object id created model system_fingerprint choices usage",
+        **dict.fromkeys(("object", "id", "model", "system_fingerprint"), TEXT),
+        created=COUNT,
+        choices=_list(
+            _object(
+                "index message logprobs finish_reason",
+                index=COUNT,
+                message=_object("role", role=TEXT, content=TEXT, tool_calls=_list(TOOL_CALL)),
+                logprobs=_nullable({"type": "object"}),
+                finish_reason=TEXT,
+            )
+        ),
+        usage=USAGE,
+    ),
+    "CompletionRequest": _object(
+        "prompt",
+        prompt={"oneOf": [TEXT, _list(TEXT)]},
+        **OPENAI_COMMON,
+        **_optional(repetition_penalty=NUMBER, suffix=TEXT),
+    ),
+    "Completion": _object(
+        "object id created model system_fingerprint choices usage",
+        **dict.fromkeys(("object", "id", "model", "system_fingerprint"), TEXT),
+        created=COUNT,
+        choices=_list(
+            _object(
+                "index text logprobs finish_reason",
+                index=COUNT,
+                text=TEXT,
+                logprobs={"type": "null"},
+                finish_reason=TEXT,
+            )
+        ),
+        usage=USAGE,
+    ),
+    "Tokens": _list(_object("id text start stop", id=COUNT, text=TEXT, start=COUNT, stop=COUNT)),
+    "ChatTokens": _object("tokenize_response templated_text", tokenize_response=_ref("Tokens"), templated_text=TEXT),
+    "Info": _object(
+        "model_id router version",
+        **dict.fromkeys(("model_id", "router", "version"), TEXT),
+        **_optional(model_sha=TEXT, model_pipeline_tag=TEXT, sha=TEXT, docker_label=TEXT),
+        **dict.fromkeys(
+            (
+                *("max_concurrent_requests", "max_best_of", "max_stop_sequences", "max_input_tokens"),
+                *("max_total_tokens", "validation_workers", "max_client_batch_size"),
+            ),
+            COUNT,
+        ),
+    ),
+    "Models": _object(
+        "object data",
+        object=TEXT,
+        data=_list(_object("id object created owned_by", id=TEXT, object=TEXT, created=COUNT, owned_by=TEXT)),
+    ),
+    "VertexRequest": _object("instances", instances=_list({"type": "object"})),
+    "VertexResponse": _object("predictions", predictions=_list(TEXT)),
+}
+
+# path, method, summary, request schema, answer schema (None: empty or plain text), whether it can stream
+ROUTES: tuple[tuple[str, str, str, str | None, str | None, bool], ...] = (
+    ("/", "post", "Generate, streamed if `stream` is true", "CompatGenerateRequest", "GenerateResponse", True),
+    ("/generate", "post", "Generate a whole text", "GenerateRequest", "GenerateResponse", False),
+    ("/generate_stream", "post", "Generate, one event a token", "GenerateRequest", "StreamResponse", True),
+    ("/v1/chat/completions", "post", "Chat, OpenAI style", "ChatRequest", "ChatCompletion", True),
+    ("/v1/completions", "post", "Complete, OpenAI style", "CompletionRequest", "Completion", True),
+    ("/v1/models", "get", "The served model, OpenAI style", None, "Models", False),
+    ("/tokenize", "post", "Tokens of a text", "GenerateRequest", "Tokens", False),
+    ("/chat_tokenize", "post", "Rendered prompt of a chat and its tokens", "ChatRequest", "ChatTokens", False),
+    ("/invocations", "post", "SageMaker: body of `/`, chat or completions", "CompatGenerateRequest", None, True),
+    ("/vertex", "post", "Vertex AI", "VertexRequest", "VertexResponse", False),
+    ("/info", "get", "What is served, and its limits", None, "Info", False),
+    ("/health", "get", "Is the shard alive", None, None, False),
+    ("/ping", "get", "Same as /health", None, None, False),
+    ("/ready", "get", "Should traffic come here", None, None, False),
+    ("/metrics", "get", "Prometheus metrics", None, None, False),
+)
+REFUSALS = {
+    "422": "A rule of the API is broken, or the body has the wrong shape (plain text)",
+    "424": "The shard failed",
+    "429": "All permits are taken",
+    "500": "The generation was left incomplete",
+}
+
+
+def openapi_document(api_key: bool) -> dict[str, Any]:
+    """The document; with `api_key` it names the bearer scheme."""
+    paths: dict[str, dict[str, Any]] = {}
+    for path, method, summary, body, answer, streams in ROUTES:
+        paths.setdefault(path, {})[method] = _operation(summary, body, answer, streams)
+    components: dict[str, Any] = {"schemas": SCHEMAS}
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Text Generation Inference", "version": __version__, "license": {"name": "Apache 2.0"}},
+        "paths": paths,
+        "components": components,
+    }
+    if api_key:
+        components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"bearer": []}]
+    return document
+
+
+def _operation(summary: str, body: str | None, answer: str | None, streams: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {} if answer is None else {"application/json": {"schema": _ref(answer)}}
+    if streams:
+        content["text/event-stream"] = {"schema": TEXT}
+    responses: dict[str, Any] = {"200": {"description": "Success", "content": content}}
+    operation: dict[str, Any] = {"summary": summary, "responses": responses}
+    if body is None:
+        return operation
+    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(body)}}}
+    problem = {"application/json": {"schema": _ref("ErrorResponse")}}
+    for status, text in REFUSALS.items():
+        responses[status] = {"description": text, "content": problem}
+    return operation
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>API</title>
+<style>
+body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+summary{cursor:pointer;padding:.3rem 0}b{display:inline-block;width:3.5rem}
+code,pre{font-family:ui-monospace,monospace;background:#8881}pre{overflow:auto;padding:.6rem}
+</style></head><body><h1 id="title"></h1><div id="paths"></div><h2>Schemas</h2><div id="schemas"></div>
+<script>
+const add=(parent,tag,text)=>{const e=document.createElement(tag);if(text)e.textContent=text;
+  return parent.appendChild(e)};
+const fold=(parent,title,method)=>{const d=add(parent,"details"),s=add(d,"summary");
+  if(method)add(s,"b",method.toUpperCase());add(s,"code",title);return [d,s]};
+fetch("api-doc/openapi.json").then(r=>r.json()).then(doc=>{
+  document.getElementById("title").textContent=doc.info.title+" "+doc.info.version;
+  for(const [path,methods] of Object.entries(doc.paths))for(const [method,op] of Object.entries(methods)){
+    const [d,s]=fold(document.getElementById("paths"),path,method);add(s,"span"," "+op.summary);
+    add(d,"pre",JSON.stringify({requestBody:op.requestBody,responses:op.responses},null,2))}
+  for(const [name,schema] of Object.entries(doc.components.schemas)){
+    const [d]=fold(document.getElementById("schemas"),name);add(d,"pre",JSON.stringify(schema,null,2))}
+});
+</script></body></html>
+"""
+"""Shows the document with a few lines of script and nothing from elsewhere."""
