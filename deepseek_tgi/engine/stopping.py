@@ -32,5 +32,5 @@ class StopState:
             if any(stop in text for stop in self._rule.stop_sequences):
                 return FinishReason.STOP_SEQUENCE
             # Only this much of the past can still be the beginning of a stop sequence.
-            self._tail = text[len(text) - self._longest + 1 :] if self._longest > 1 else ""
+            self._tail = text[max(0, len(text) - self._longest + 1) :]
         return None

@@ -15,7 +15,10 @@ from deepseek_tgi.errors import RequestError
 from deepseek_tgi.logits.grammar import CACHED_GRAMMARS, GrammarCompiler, MatcherConstraint
 from deepseek_tgi.text.tokenizer import TextTokenizer
 
-SCHEMA = '{"type":"object","properties":{"a":{"type":"integer","maximum":99},"b":{"enum":["x","y"]}},"required":["a","b"],"additionalProperties":false}'
+SCHEMA = (
+    '{"type":"object","properties":{"a":{"type":"integer","maximum":99},"b":{"enum":["x","y"]}},'
+    '"required":["a","b"],"additionalProperties":false}'
+)
 
 
 @pytest.fixture
