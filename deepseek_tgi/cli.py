@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command: Command = parsed.command
         return command(parsed)
     except DeepseekTgiError as error:
-        print(f"deepseek-tgi: {error}", file=sys.stderr)
+        print(f"deepseek-tgi: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -222,7 +222,7 @@ def _download(parsed: argparse.Namespace) -> int:
 
 
 def _import_gguf(parsed: argparse.Namespace) -> int:
-    from deepseek_tgi.convert import import_gguf
+    from deepseek_tgi.convert.import_gguf import import_gguf
 
     import_gguf(parsed.source, parsed.out, sys.stderr.isatty())
     print(f"wrote {parsed.out}")
@@ -230,7 +230,7 @@ def _import_gguf(parsed: argparse.Namespace) -> int:
 
 
 def _quantize(parsed: argparse.Namespace) -> int:
-    from deepseek_tgi.convert import quantize_rtn
+    from deepseek_tgi.convert.quantize import quantize_rtn
 
     quantize_rtn(parsed.source, parsed.out, parsed.group_size, sys.stderr.isatty())
     print(f"wrote {parsed.out}")

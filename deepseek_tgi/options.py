@@ -84,6 +84,22 @@ def integer(minimum: int = 0, maximum: int = 2**63 - 1) -> Parse:
     return parse
 
 
+def multiple_of(step: int, maximum: int) -> Parse:
+    """A positive multiple of `step` up to `maximum`."""
+    whole = integer(step, maximum)
+
+    def parse(value: str) -> int:
+        try:
+            result: int = whole(value)
+        except ValueError:
+            result = -1
+        if result < 0 or result % step:
+            raise ValueError(f"a multiple of {step} from {step} to {maximum}")
+        return result
+
+    return parse
+
+
 def number(minimum: float = 0.0, maximum: float = float("inf")) -> Parse:
     """A finite number in [minimum, maximum]."""
 

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if log.configured():
             logger.error("%s", error)
         else:
-            sys.stderr.write(f"text-generation-launcher: {error}\n")
+            sys.stderr.write(f"text-generation-launcher: error: {error}\n")
         return error.exit_code
 
 

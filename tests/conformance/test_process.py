@@ -38,7 +38,7 @@ class Shard:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, "TOTALLY_UNKNOWN": "1", **environ},
-            process_group=0 if sys.version_info >= (3, 11) else None,
+            start_new_session=True,
         )
 
     def wait_ready(self) -> None:
@@ -49,7 +49,8 @@ class Shard:
             time.sleep(0.005)
 
     def end(self, timeout_s: float) -> int:
-        return self.process.wait(timeout_s)
+        code: int = self.process.wait(timeout_s)
+        return code
 
     def output(self) -> tuple[bytes, bytes]:
         """stdout and stderr; the process must have ended."""

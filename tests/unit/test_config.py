@@ -117,7 +117,8 @@ def test_repeated_origins_are_all_kept() -> None:
         (["-"], r"unexpected argument|unknown option"),
         (["--", "x"], r"unknown option|unexpected argument"),
         (["--kv-memory", "lots"], r"expected auto, or a size such as 4GiB"),
-        (["--block-size", "8"], r"at least 16"),
+        (["--block-size", "8"], r"a multiple of 16 from 16 to 4096"),
+        (["--block-size", "24"], r"got '24', expected a multiple of 16"),
     ],
 )
 def test_wrong_values_say_what_would_work(argv: list[str], message: str) -> None:

@@ -38,11 +38,13 @@ class Bench:
 
     async def warm_up(self) -> pb.WarmupResponse:
         batch = pb.Batch(id=0, requests=[request("x", 0), request("y", 0)])
-        return await self.stub.Warmup(pb.WarmupRequest(batch=batch, max_prefill_tokens=64))
+        answer: pb.WarmupResponse = await self.stub.Warmup(pb.WarmupRequest(batch=batch, max_prefill_tokens=64))
+        return answer
 
     async def prefill(self, text: str, new_tokens: int = 8, batch_id: int = 0) -> pb.PrefillResponse:
         batch = pb.Batch(id=batch_id, requests=[request(text, batch_id, new_tokens)])
-        return await self.stub.Prefill(pb.PrefillRequest(batch=batch))
+        answer: pb.PrefillResponse = await self.stub.Prefill(pb.PrefillRequest(batch=batch))
+        return answer
 
 
 def request(text: str, request_id: int, new_tokens: int = 1) -> pb.Request:

@@ -71,7 +71,12 @@ def test_a_shard_line_never_exceeds_what_a_pipe_writes_at_once(text: str, captur
 def test_one_line_is_one_write(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     capture("shard")
     writes: list[bytes] = []
-    monkeypatch.setattr(os, "write", lambda _fd, data: writes.append(data) or len(data))
+
+    def write(_fd: int, data: bytes) -> int:
+        writes.append(data)
+        return len(data)
+
+    monkeypatch.setattr(os, "write", write)
     logger.info("first")
     logger.info("second")
     assert [data.count(b"\n") for data in writes] == [1, 1]
