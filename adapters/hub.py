@@ -17,7 +17,7 @@ from deepseek_tgi.errors import CheckpointError, ResourceError
 SMALL_MODEL_ID = "smollm2"
 """Alias of the small real model that `convert.small_model` builds into the cache."""
 SMALL_MODEL_FOLDER = "SmolLM2-135M-Instruct-AWQ-1"
-"""The number counts recipes: raise it when importing or quantising gives other numbers, so that caches are made anew."""
+"""The number counts recipes: raise it when importing or quantising gives other numbers, so that caches are renewed."""
 _WANTED = ("*.safetensors", "*.json", "*.jinja")
 _UNWANTED = ("*/*", "consolidated*")
 """Subfolders hold other formats of the same weights; `consolidated` files hold them under other names."""

