@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -20,6 +21,8 @@ class LayerPages:
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     block_size: int
+    native: list[Any] = field(default_factory=list, compare=False, repr=False)
+    """What the native kernels derived from this view, once."""
 
     @property
     def quantised(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,12 +12,15 @@ from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.kernels.common import ComputeDtype
 from deepseek_tgi.kernels.dense_linear import DenseLinear, PackDense
 from deepseek_tgi.kernels.embedding import Embedding
-from deepseek_tgi.kernels.int4_linear import Int4Linear, PackInt4
+from deepseek_tgi.kernels.int4_linear import Int4Linear, NormInt4Linear, PackInt4, SiluInt4Linear
 from deepseek_tgi.kernels.kv_write import KvWrite
 from deepseek_tgi.kernels.paged_attention import PagedAttention
 from deepseek_tgi.kernels.rms_norm import RmsNorm
 from deepseek_tgi.kernels.rope import Rope
 from deepseek_tgi.kernels.silu_mul import SiluMul
+
+if TYPE_CHECKING:
+    from deepseek_tgi.kernels.library import NativeLibrary
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,8 @@ class KernelSet:
     num_threads: int
     pack_int4: PackInt4
     int4_linear: Int4Linear
+    norm_int4_linear: NormInt4Linear
+    silu_int4_linear: SiluInt4Linear
     pack_dense: PackDense
     dense_linear: DenseLinear
     rms_norm: RmsNorm
@@ -49,6 +55,7 @@ class KernelSet:
 def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> KernelSet:
     from deepseek_tgi.kernels.dense_linear import reference as dense
     from deepseek_tgi.kernels.embedding import reference as embedding
+    from deepseek_tgi.kernels.int4_linear import fused
     from deepseek_tgi.kernels.int4_linear import reference as int4
     from deepseek_tgi.kernels.kv_write import reference as kv
     from deepseek_tgi.kernels.paged_attention import reference as attention
@@ -57,16 +64,30 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
     from deepseek_tgi.kernels.silu_mul import reference as silu
 
     return KernelSet(
-        "reference", reason, compute_dtype, num_threads, int4.pack_int4, int4.int4_linear, dense.pack_dense,
-        dense.dense_linear, norm.rms_norm, rope.rope, silu.silu_mul, kv.kv_write, attention.paged_attention,
-        embedding.embedding,
-    )  # fmt: skip
+        name="reference",
+        reason=reason,
+        compute_dtype=compute_dtype,
+        num_threads=num_threads,
+        pack_int4=int4.pack_int4,
+        int4_linear=int4.int4_linear,
+        norm_int4_linear=fused.after_norm(norm.rms_norm, int4.int4_linear),
+        silu_int4_linear=fused.after_silu(silu.silu_mul, int4.int4_linear),
+        pack_dense=dense.pack_dense,
+        dense_linear=dense.dense_linear,
+        rms_norm=norm.rms_norm,
+        rope=rope.rope,
+        silu_mul=silu.silu_mul,
+        kv_write=kv.kv_write,
+        paged_attention=attention.paged_attention,
+        embedding=embedding.embedding,
+    )
 
 
 def _torch(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> KernelSet:
     from deepseek_tgi.kernels.dense_linear import cpu as dense
     from deepseek_tgi.kernels.embedding import cpu as embedding
     from deepseek_tgi.kernels.int4_linear import cpu as int4
+    from deepseek_tgi.kernels.int4_linear import fused
     from deepseek_tgi.kernels.kv_write import cpu as kv
     from deepseek_tgi.kernels.paged_attention import cpu as attention
     from deepseek_tgi.kernels.rms_norm import cpu as norm
@@ -74,10 +95,71 @@ def _torch(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Kernel
     from deepseek_tgi.kernels.silu_mul import cpu as silu
 
     return KernelSet(
-        "torch", reason, compute_dtype, num_threads, int4.packer(compute_dtype), int4.int4_linear,
-        dense.packer(compute_dtype), dense.dense_linear, norm.rms_norm, rope.rope, silu.silu_mul, kv.kv_write,
-        attention.paged_attention, embedding.embedding,
-    )  # fmt: skip
+        name="torch",
+        reason=reason,
+        compute_dtype=compute_dtype,
+        num_threads=num_threads,
+        pack_int4=int4.packer(compute_dtype),
+        int4_linear=int4.int4_linear,
+        norm_int4_linear=fused.after_norm(norm.rms_norm, int4.int4_linear),
+        silu_int4_linear=fused.after_silu(silu.silu_mul, int4.int4_linear),
+        pack_dense=dense.packer(compute_dtype),
+        dense_linear=dense.dense_linear,
+        rms_norm=norm.rms_norm,
+        rope=rope.rope,
+        silu_mul=silu.silu_mul,
+        kv_write=kv.kv_write,
+        paged_attention=attention.paged_attention,
+        embedding=embedding.embedding,
+    )
+
+
+def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_threads: int, reason: str) -> KernelSet:
+    """The set over a loaded library; `select_kernels` is the usual door."""
+    from deepseek_tgi.kernels.dense_linear import native as dense
+    from deepseek_tgi.kernels.embedding import cpu as embedding
+    from deepseek_tgi.kernels.int4_linear import native as int4
+    from deepseek_tgi.kernels.kv_write import native as kv
+    from deepseek_tgi.kernels.paged_attention import native as attention
+    from deepseek_tgi.kernels.rms_norm import native as norm
+    from deepseek_tgi.kernels.rope import native as rope
+    from deepseek_tgi.kernels.silu_mul import native as silu
+
+    ops = int4.Int4Ops(library)
+    return KernelSet(
+        name="native",
+        reason=reason,
+        compute_dtype=compute_dtype,
+        num_threads=num_threads,
+        pack_int4=int4.Packer(library, compute_dtype, num_threads),
+        int4_linear=ops.int4_linear,
+        norm_int4_linear=ops.norm_int4_linear,
+        silu_int4_linear=ops.silu_int4_linear,
+        pack_dense=dense.Packer(library, compute_dtype, num_threads),
+        dense_linear=dense.DenseOps(library).dense_linear,
+        rms_norm=norm.RmsNormOp(library, num_threads),
+        rope=rope.RopeOp(library, num_threads),
+        silu_mul=silu.SiluMulOp(library, num_threads),
+        kv_write=kv.KvWriteOp(library, num_threads),
+        paged_attention=attention.PagedAttentionOp(library, num_threads),
+        embedding=embedding.embedding,
+    )
+
+
+def _native_or_torch(compute_dtype: ComputeDtype, num_threads: int, wish: str) -> KernelSet:
+    """The native set, or under `auto` the torch set with the reason in the log, once a load."""
+    from deepseek_tgi.kernels.library import BuildError, load
+
+    try:
+        library = load()
+    except BuildError as error:
+        if wish == "native":
+            raise ConfigError(f"kernels: native was asked for, but {error}; auto falls back to torch") from error
+        logger.warning("kernels: %s; falling back to torch operators, which are several times slower", error)
+        return _torch(compute_dtype, num_threads, str(error))
+    return native_kernels(
+        library, compute_dtype, num_threads, "asked for" if wish == "native" else "a compiler is here"
+    )
 
 
 def select_kernels(
@@ -102,8 +184,10 @@ def select_kernels(
     torch.set_num_threads(threads)
     if wish == "reference":
         chosen = _reference(compute_dtype, threads, "asked for")
+    elif wish == "torch":
+        chosen = _torch(compute_dtype, threads, "asked for")
     else:
-        chosen = _torch(compute_dtype, threads, "asked for" if wish == "torch" else "no native library in this build")
+        chosen = _native_or_torch(compute_dtype, threads, wish)
     logger.info(
         "kernels: %s on %s, %s, %d threads (%s)", chosen.name, where, compute_dtype.value, threads, chosen.reason
     )

@@ -2,6 +2,8 @@
 
 `int4_linear(x [M, K] f32, w, bias [N] f32 | None, residual [M, N] f32 | None, out [M, N] f32 | None) -> [M, N] f32`.
 Accumulates in float32; `M` may be 0; `out` may be `residual`. Weights enter the products exactly as stored.
+Two fused forms give the same bits as their parts: `norm_int4_linear(x, norm_weight, eps, w)` is
+`int4_linear(rms_norm(x), w)`, `silu_int4_linear(gate_up [M, 2K], w)` is `int4_linear(silu_mul(gate_up), w)`.
 Raises `GenerationError` for operands that do not fit, `ConfigError` from packing.
 """
 
@@ -13,7 +15,7 @@ import torch
 
 from deepseek_tgi.kernels.common import PackedInt4
 
-__all__ = ["Int4Linear", "PackInt4"]
+__all__ = ["Int4Linear", "NormInt4Linear", "PackInt4", "SiluInt4Linear"]
 
 
 class PackInt4(Protocol):
@@ -30,6 +32,34 @@ class Int4Linear(Protocol):
     def __call__(
         self,
         x: torch.Tensor,
+        w: PackedInt4,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+class NormInt4Linear(Protocol):
+    """RMS norm and product in one call."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        w: PackedInt4,
+        *,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+class SiluInt4Linear(Protocol):
+    """Gated activation and product in one call."""
+
+    def __call__(
+        self,
+        gate_up: torch.Tensor,
         w: PackedInt4,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,

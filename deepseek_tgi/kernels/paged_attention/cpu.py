@@ -46,8 +46,8 @@ def _prompt(q: torch.Tensor, pages: LayerPages, blocks: torch.Tensor, cached: in
     k = _gather(pages.k, pages.k_scale, used)[:, :total].unsqueeze(0)
     v = _gather(pages.v, pages.v_scale, used)[:, :total].unsqueeze(0)
     columns = torch.arange(total, device=q.device)
-    parts = []
-    for tile in q.split(_QUERY_TILE):
+    parts: list[torch.Tensor] = []
+    for tile in torch.split(q, _QUERY_TILE):
         n, seen = tile.shape[0], cached + sum(p.shape[0] for p in parts)
         grouped = tile.reshape(n, heads, ratio, -1).permute(1, 2, 0, 3).reshape(1, heads, ratio * n, -1)
         limit = torch.arange(seen, seen + n, device=q.device).repeat(ratio)

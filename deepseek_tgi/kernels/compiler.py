@@ -1,0 +1,157 @@
+"""Builds the native library at first use and keeps it in the user's cache. No torch here.
+
+The file's name is a hash of everything that decides its content: sources, compiler version, flags, this CPU's features
+and the OpenMP runtime it links to. A build happens in a folder of its own and is renamed into place under a lock, so
+that processes starting together build once and none ever loads half a file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_SOURCE_FOLDER = Path(__file__).with_name("native")
+_COMPILERS = ("g++", "c++", "clang++")
+_BASE_FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fvisibility=hidden",
+    # Multiply-adds are fused where the source says so and nowhere else: rounding must not depend on the kernel.
+    "-ffp-contract=off", "-fno-math-errno",
+    "-w", "-Wno-psabi",
+)  # fmt: skip
+PORTABLE_FLAGS = ("-DDSTGI_PORTABLE", "-mno-avx512f")
+_BUILD_TIMEOUT_S = 300
+
+
+class BuildError(Exception):
+    """The library cannot be built here; the message says why. Kept inside `kernels`: the caller falls back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that decides the built file. `openmp` is the runtime to link, None for the compiler's own."""
+
+    compiler: str
+    flags: tuple[str, ...]
+    openmp: Path | None
+
+    def digest(self) -> str:
+        """Hash of sources, compiler, flags, CPU and runtime."""
+        state = hashlib.sha256()
+        for source in sorted(_SOURCE_FOLDER.iterdir()):
+            if source.suffix in {".cpp", ".h"}:
+                state.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+        version = subprocess.run([self.compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
+        for part in (version, " ".join(self.flags).encode(), _cpu_features(), str(self.openmp).encode()):
+            state.update(part + b"\0")
+        return state.hexdigest()[:20]
+
+
+def find_compiler(environ: dict[str, str] | None = None) -> str:
+    """Path of the C++ compiler: `$CXX` if set, else the first known name on the path. Raises `BuildError`."""
+    wish = (os.environ if environ is None else environ).get("CXX")
+    names = (wish,) if wish else _COMPILERS
+    for name in names:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise BuildError(f"no C++ compiler found (looked for {', '.join(names)}; install g++ or set CXX)")
+
+
+def cache_folder(environ: dict[str, str] | None = None) -> Path:
+    """Where built libraries are kept: `$XDG_CACHE_HOME/deepseek-tgi`, by default under `~/.cache`."""
+    base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "deepseek-tgi"
+
+
+def build(openmp: Path | None, extra_flags: Sequence[str] = ()) -> Path:
+    """Path of the library for this machine, built if it is not cached. Raises `BuildError`."""
+    recipe = Recipe(find_compiler(), (*_BASE_FLAGS, *extra_flags), openmp)
+    try:
+        name = f"native-{recipe.digest()}.so"
+        folder = _writable(cache_folder())
+        target = folder / name
+        if target.exists():
+            return target
+        with _lock(folder / "native.lock"):
+            if not target.exists():
+                _compile(recipe, folder, target)
+        return target
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"building the native library failed: {error}") from error
+
+
+def _cpu_features() -> bytes:
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return b""
+    wanted = (b"flags", b"Features", b"model name")
+    return b"\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _writable(folder: Path) -> Path:
+    """`folder` if it can be written, else a private temporary folder (then the build is not kept)."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    except OSError:
+        pass
+    private = Path(tempfile.mkdtemp(prefix="deepseek-tgi-"))
+    logger.warning("cache folder %s cannot be written: building the native library in %s", folder, private)
+    return private
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(recipe: Recipe, folder: Path, target: Path) -> None:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:
+        sources = sorted(_SOURCE_FOLDER.glob("*.cpp"))
+        objects = [Path(work) / (source.stem + ".o") for source in sources]
+        _run_all(
+            [recipe.compiler, *recipe.flags, "-c", str(source), "-o", str(built)]
+            for source, built in zip(sources, objects, strict=True)
+        )
+        # Named by path, torch's own OpenMP runtime is what the loader finds already loaded: one pool of threads.
+        runtime = ["-fopenmp"] if recipe.openmp is None else [str(recipe.openmp)]
+        linked = Path(work) / target.name
+        _run_all([[recipe.compiler, "-shared", *map(str, objects), *runtime, "-o", str(linked)]])
+        linked.replace(target)
+    logger.info("native kernels built with %s in %.1f s: %s", recipe.compiler, time.monotonic() - started, target)
+
+
+def _run_all(commands: Iterator[list[str]] | list[list[str]]) -> None:
+    """Run compiler commands side by side. Raises `BuildError` with the compiler's own words."""
+    running = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands
+    ]
+    failures = []
+    for process in running:
+        try:
+            _, errors = process.communicate(timeout=_BUILD_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            for other in running:
+                other.kill()
+            raise
+        if process.returncode:
+            failures.append(errors.strip() or f"exit status {process.returncode}")
+    if failures:
+        raise BuildError(f"the compiler refused: {failures[0][:2000]}")

@@ -1,0 +1,173 @@
+"""Dense linear on the C++ library: activations stay float32, weights stay as the checkpoint has them where it matters.
+
+Choice: bfloat16 and float16 weights keep their own 16 bits; float32 weights become bfloat16 under bfloat16 compute. A
+large weight (an output head) that already lies on an int8 grid of 32 is stored so: heads imported from Q8_0 files do, and
+reading half the bytes takes half the time. The test is of every weight, within one bfloat16 step, and applies under
+bfloat16 compute only. Rejected: int8 for any head; on weights that do not lie on such a grid it costs 0.4% each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_tgi.kernels.common import (
+    ComputeDtype,
+    PackedDense,
+    check_dense,
+    check_linear,
+    describe,
+    require,
+)
+from deepseek_tgi.kernels.library import LONG_CALL_ROWS, DenseWeight, NativeLibrary, QuantWeight
+from deepseek_tgi.kernels.quant_layout import TILE, block_width, in_tiles, padded_tiles
+
+_F32 = torch.float32
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_GRID = 32
+_GRID_MIN_WEIGHTS = 1 << 20
+_GRID_PROBE_ROWS = 256
+_GRID_FITS = 3
+_BF16_STEP = 2.0**-8
+
+
+class NativeDense(PackedDense):
+    """A weight in the library's tiles, in 16 or 32 bits."""
+
+    __slots__ = ("_data", "_library", "_struct", "address")
+
+    def __init__(self, library: NativeLibrary, data: torch.Tensor, struct: DenseWeight) -> None:
+        self._library, self._data, self._struct = library, data, struct
+        self.address = ctypes.addressof(struct)
+        super().__init__(struct.n, struct.k, data.nbytes)
+
+    def dense(self) -> torch.Tensor:
+        """The weight as stored, `[N, K] float32`."""
+        return self.rows(torch.arange(self.out_features))
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` as float32; ids are in range."""
+        out = torch.empty(ids.shape[0], self.in_features)
+        self._library.quick.dstgi_dense_rows(self.address, ids.data_ptr(), ids.shape[0], out.data_ptr())
+        return out
+
+
+class NativeGrid(PackedDense):
+    """A weight on an int8 grid: one float16 scale for 32 weights along K."""
+
+    __slots__ = ("_library", "_parts", "_struct", "address")
+
+    def __init__(self, library: NativeLibrary, parts: tuple[torch.Tensor, ...], struct: QuantWeight) -> None:
+        self._library, self._parts, self._struct = library, parts, struct
+        self.address = ctypes.addressof(struct)
+        super().__init__(struct.n, struct.k, sum(p.nbytes for p in parts))
+
+    def dense(self) -> torch.Tensor:
+        """The weight as stored, `[N, K] float32`."""
+        return self.rows(torch.arange(self.out_features))
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` as float32; ids are in range."""
+        out = torch.empty(ids.shape[0], self.in_features)
+        self._library.quick.dstgi_quant_rows(self.address, ids.data_ptr(), ids.shape[0], out.data_ptr())
+        return out
+
+
+def on_grid(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`(codes [N, K] int8, scales [N, K / 32] float16)` if every weight lies within a bfloat16 step of `code * scale`.
+
+    The largest weight of 32 is taken for code 127, as Q8_0 has it. Weights that were rounded to 16 bits since then put
+    that first scale off by as much, so codes and scale are fitted to each other in turn.
+    """
+    groups = weight.float().view(weight.shape[0], -1, _GRID)
+    step = groups.abs().amax(-1, keepdim=True) / 127.0
+    for _ in range(_GRID_FITS):
+        codes = (groups / torch.where(step > 0, step, 1.0)).round_().clamp_(-127, 127)
+        squares = (codes * codes).sum(-1, keepdim=True)
+        step = (groups * codes).sum(-1, keepdim=True) / torch.where(squares > 0, squares, 1.0)
+    scales = step.half()
+    off = (codes * scales.float()).sub_(groups).abs_()
+    if not bool((off <= groups.abs() * _BF16_STEP).all()):
+        return None
+    return codes.to(torch.int8).view(weight.shape), scales.squeeze(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Packs for one library, precision and thread count."""
+
+    library: NativeLibrary
+    compute_dtype: ComputeDtype
+    num_threads: int
+
+    def __call__(self, weight: torch.Tensor) -> PackedDense:
+        """See the contract."""
+        check_dense(weight)
+        bf16 = self.compute_dtype is ComputeDtype.BFLOAT16
+        if bf16 and weight.numel() >= _GRID_MIN_WEIGHTS and weight.shape[1] % _GRID == 0:
+            grid = on_grid(weight[:_GRID_PROBE_ROWS]) and on_grid(weight)
+            if grid is not None:
+                return self._pack_grid(*grid)
+        if weight.dtype not in _KINDS or (bf16 and weight.dtype == torch.float32):
+            weight = weight.to(torch.bfloat16 if bf16 else torch.float32)
+        return self._pack_float(weight)
+
+    def _pack_float(self, weight: torch.Tensor) -> PackedDense:
+        out_features, in_features = weight.shape
+        tiles = padded_tiles(out_features)
+        pair = 2 if weight.dtype == torch.bfloat16 else 1
+        padding = (0, in_features % pair, 0, tiles * TILE - out_features)
+        padded = torch.nn.functional.pad(weight, padding)
+        # [tiles, 32, K / pair, pair] -> [tiles, K / pair, 32, pair]
+        data = padded.view(tiles, TILE, -1, pair).transpose(1, 2).contiguous()
+        struct = DenseWeight(out_features, in_features, _KINDS[weight.dtype], self.num_threads, data.data_ptr())
+        return NativeDense(self.library, data, struct)
+
+    def _pack_grid(self, codes: torch.Tensor, scales: torch.Tensor) -> PackedDense:
+        out_features, in_features = codes.shape
+        per_group, width = block_width(_GRID)
+        blocks = in_features // _GRID * per_group
+        packed = torch.empty(padded_tiles(out_features) * blocks * (width // 4) * 32, dtype=torch.int32)
+        parts = (packed, in_tiles(scales, per_group))
+        struct = QuantWeight(
+            out_features, in_features, _GRID, per_group, blocks, width, 8, 1, 1, self.num_threads,
+            packed.data_ptr(), parts[1].data_ptr(), None,
+        )  # fmt: skip
+        self.library.slow.dstgi_pack_codes(ctypes.addressof(struct), codes.data_ptr())
+        return NativeGrid(self.library, parts, struct)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseOps:
+    """The op over one library."""
+
+    library: NativeLibrary
+
+    def dense_linear(
+        self,
+        x: torch.Tensor,
+        w: PackedDense,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See the contract; all operands are contiguous."""
+        check_linear(x, w, bias, residual, out)
+        for name, tensor in (("x", x), ("residual", residual), ("out", out)):
+            if tensor is not None:
+                require(tensor.is_contiguous(), f"dense_linear: {describe(name, tensor)} is not contiguous")
+        rows = x.shape[0]
+        y = torch.empty(rows, w.out_features) if out is None else out
+        call = self.library.quick if rows < LONG_CALL_ROWS else self.library.slow
+        bias_at = None if bias is None else bias.data_ptr()
+        residual_at = None if residual is None else residual.data_ptr()
+        if isinstance(w, NativeGrid):
+            call.dstgi_quant_linear(
+                w.address, x.data_ptr(), w.in_features, rows, y.data_ptr(), bias_at, residual_at, 0, None, 0.0
+            )
+        else:
+            assert isinstance(w, NativeDense)
+            call.dstgi_dense_linear(w.address, x.data_ptr(), w.in_features, rows, y.data_ptr(), bias_at, residual_at)
+        return y

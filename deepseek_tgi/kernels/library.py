@@ -1,0 +1,98 @@
+"""The native library as Python sees it: loaded once a process, every function declared to ctypes.
+
+Two handles to the same code: `quick` keeps the interpreter lock and is for calls of microseconds (releasing the lock
+would hand it to another thread at every op of a decode step); `slow` releases it, so that Health and Info are answered
+during a long prefill.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import Structure, c_float, c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepseek_tgi.kernels.compiler import BuildError, build
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["BuildError", "DenseWeight", "NativeLibrary", "Pages", "QuantWeight", "load"]
+
+LONG_CALL_ROWS = 32
+"""From this many rows on, a call may take milliseconds and releases the interpreter lock."""
+
+
+class QuantWeight(Structure):
+    """`QuantWeight` of native/api.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("n", "k", "group_size", "blocks_per_group", "blocks", "width")),
+        *((name, c_int64) for name in ("bits", "scale_kind", "digits", "num_threads")),
+        *((name, c_void_p) for name in ("codes", "scales", "zeros")),
+    ]
+
+
+class DenseWeight(Structure):
+    """`DenseWeight` of native/api.h."""
+
+    _fields_ = [*((name, c_int64) for name in ("n", "k", "kind", "num_threads")), ("data", c_void_p)]
+
+
+class Pages(Structure):
+    """`Pages` of native/api.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("mode", "num_pages", "heads", "block_size", "k_dim", "v_dim", "page_stride")),
+        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
+    ]
+
+
+_P, _I, _F = c_void_p, c_int64, c_float
+_SIGNATURES: dict[str, list[Any]] = {
+    "dstgi_quant_linear": [_P, _P, _I, _I, _P, _P, _P, _I, _P, _F],
+    "dstgi_pack_codes": [_P, _P],
+    "dstgi_quant_rows": [_P, _P, _I, _P],
+    "dstgi_dense_linear": [_P, _P, _I, _I, _P, _P, _P],
+    "dstgi_dense_rows": [_P, _P, _I, _P],
+    "dstgi_rms_norm": [_P, _P, _P, *[_I] * 7, _F, _I],
+    "dstgi_silu_mul": [_P, _P, _I, _I, _I],
+    "dstgi_rope": [_P, _P, _P, _P, *[_I] * 9],
+    "dstgi_kv_write": [_P, _P, _P, _P, *[_I] * 6],
+    "dstgi_paged_attention": [_P, _P, _P, _P, _P, _P, *[_I] * 4, _F, _I],
+}
+
+
+class NativeLibrary:
+    """The loaded library at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.quick = _declare(ctypes.PyDLL(str(path)))
+        self.slow = _declare(ctypes.CDLL(str(path)))
+
+
+def _declare(handle: Any) -> Any:
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(handle, name)
+        function.argtypes = arguments
+        function.restype = None
+    return handle
+
+
+def torch_openmp() -> Path | None:
+    """The OpenMP runtime in torch's own folder, or None if torch brings none."""
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return found[0] if found else None
+
+
+@lru_cache(maxsize=4)
+def load(extra_flags: tuple[str, ...] = ()) -> NativeLibrary:
+    """Build if needed and load. Raises `BuildError`; `extra_flags` serve tests (the portable build)."""
+    try:
+        return NativeLibrary(build(torch_openmp(), extra_flags))
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"loading the native library failed: {error}") from error

@@ -1,0 +1,39 @@
+// The library's C interface, as `deepseek_tgi/kernels/library.py` declares it to ctypes. Every function is called with
+// operands that Python has checked; none allocates anything it does not keep for reuse, none throws.
+#pragma once
+
+#include <cstdint>
+
+#define DSTGI_API extern "C" __attribute__((visibility("default")))
+
+// A packed integer weight. K is cut into `blocks` runs of `width` (a multiple of 16, padded with nothing's weight): each
+// quantisation group holds `blocks_per_group` of them, so that no block crosses a group. N is cut into tiles of 32.
+//   codes  int4: [tiles][blocks][width / 8][2][16] uint32, one lane an output, eight k a lane (see qlinear.cpp)
+//          int8: [tiles][blocks][width / 4][2][16] uint32, four k a lane
+//   scales [tiles][blocks][32] as `scale_kind` says; zeros [tiles][blocks][32] uint8 (int4 only)
+struct QuantWeight {
+  int64_t n, k, group_size, blocks_per_group, blocks, width;
+  int64_t bits;        // 4 or 8
+  int64_t scale_kind;  // 0 float32, 1 float16, 2 bfloat16
+  int64_t digits;      // 1: activations to 15 bits of their block's largest; 2: to 31 bits
+  int64_t num_threads;
+  const uint32_t* codes;
+  const void* scales;
+  const uint8_t* zeros;
+};
+
+// A dense weight in tiles of 32 outputs. `kind`: 0 float32 [tiles][k][32], 1 bfloat16 pairs [tiles][(k + 1) / 2][2][16],
+// 2 float16 [tiles][k][32].
+struct DenseWeight {
+  int64_t n, k, kind, num_threads;
+  const void* data;
+};
+
+// One layer's part of the pages; strides in bytes. `mode`: 0 float32, 1 bfloat16, 2 float16, 3 int8 with scales.
+struct Pages {
+  int64_t mode, num_pages, heads, block_size, k_dim, v_dim, page_stride;
+  char *k, *v, *k_scale, *v_scale;
+};
+
+// What is done to the rows of x before the product.
+enum Prologue : int64_t { PLAIN = 0, NORM = 1, SILU = 2 };

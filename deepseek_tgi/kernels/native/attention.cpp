@@ -1,0 +1,432 @@
+// Causal grouped-query attention over pages, prefill and decode alike, in float32.
+//
+// The context is cut at fixed positions into segments of 256. A segment's softmax and weighted sum stand alone; segments
+// are merged in ascending order. Every score is one running sum over d, every output one running sum over positions, so
+// that a query's bits do not depend on its neighbours, on chunking, or on whether threads share its context.
+//
+// One unit of work is a KV head, a tile of query tokens (all their heads that read it) and a run of segments. Sixty-four
+// keys at a time are transposed into an L1 panel, so that lanes are positions for the scores and elements for the sums.
+
+#include <omp.h>
+
+#include <atomic>
+#include <cmath>
+
+#include "api.h"
+#include "rows.h"
+#include "scratch.h"
+#include "transpose.h"
+
+namespace dstgi {
+namespace {
+
+constexpr int64_t SEGMENT = 256;
+constexpr int64_t PANEL = 64;       // positions of a panel
+constexpr int64_t TILE_ROWS = 96;   // query rows (token, head) of a unit, about
+constexpr int ROWS = 6;             // query rows of a register tile
+constexpr size_t MAX_PARTIAL_BYTES = size_t{64} << 20;
+
+struct Call {
+  const Pages* p;
+  const float* q;
+  float* out;
+  const int32_t *cu_seqlens, *block_tables, *cache_lens;
+  int64_t requests, table_stride, heads, q_row;
+  float scale;
+  int64_t ratio, k_pad, v_pad;  // query heads a KV head; head sizes rounded up to 16
+};
+
+struct Unit {
+  int64_t request, head, first_token, tokens, first_segment, segments;
+};
+
+// A unit's working memory; rows are (token, query head).
+struct Work {
+  float *q, *keys, *values, *scores, *sums, *out;  // out [rows][v_pad], then max and total of each row
+  float *max, *total;
+};
+
+DSTGI_INLINE F32 load_item(const Pages& p, const char* row, int64_t i, int n, F32 scale, F32 zero_point) {
+  const int64_t item = p.mode == 0 ? 4 : p.mode == 3 ? 1 : 2;
+  char tail[LANES * 4];
+  const char* at = row + i * item;
+  if (n < LANES && p.mode != 0) {
+    std::memset(tail, 0, sizeof tail);
+    std::memcpy(tail, at, n * item);
+    at = tail;
+  }
+  switch (p.mode) {
+    case 0:
+      return load_n(reinterpret_cast<const float*>(at), n);
+    case 1:
+      return load_bf16(reinterpret_cast<const uint16_t*>(at));
+    case 2:
+      return load_half(reinterpret_cast<const uint16_t*>(at));
+    default:
+      return keep_below(fma(to_float(load_u8(reinterpret_cast<const uint8_t*>(at))), scale, zero_point), n, zero());
+  }
+}
+
+// Where position `at` of a head lies: its row, and its scale and zero if the pages have them.
+struct Row {
+  const char* data;
+  F32 scale, zero_point;
+};
+
+DSTGI_INLINE Row find_row(const Call& c, int64_t request, int64_t head, int64_t at, bool is_key) {
+  const Pages& p = *c.p;
+  const int64_t page = c.block_tables[request * c.table_stride + at / p.block_size];
+  const int64_t row = head * p.block_size + at % p.block_size, width = is_key ? p.k_dim : p.v_dim;
+  const int64_t item = p.mode == 0 ? 4 : p.mode == 3 ? 1 : 2;
+  Row r{(is_key ? p.k : p.v) + page * p.page_stride + row * width * item, zero(), zero()};
+  if (p.mode == 3) {
+    const char* scales = (is_key ? p.k_scale : p.v_scale) + page * p.page_stride + row * 4;
+    uint16_t pair[LANES] = {};
+    std::memcpy(pair, scales, 4);
+    float lanes[LANES];
+    store(lanes, load_half(pair));
+    r.scale = set1(lanes[0]);
+    r.zero_point = set1(lanes[1]);
+  }
+  return r;
+}
+
+// Keys of positions [from, from + n) as [k_pad][PANEL]; places beyond n are 0.
+void load_keys(const Call& c, const Unit& u, int64_t from, int64_t n, float* panel) {
+  for (int64_t block = 0; block < PANEL; block += LANES) {
+    Row rows[LANES];
+    for (int j = 0; j < LANES; ++j)
+      if (block + j < n) rows[j] = find_row(c, u.request, u.head, from + block + j, true);
+    for (int64_t d = 0; d < c.p->k_dim; d += LANES) {
+      const int width = static_cast<int>(c.p->k_dim - d);
+      F32 lines[LANES];
+      for (int j = 0; j < LANES; ++j)
+        lines[j] = block + j < n ? load_item(*c.p, rows[j].data, d, width, rows[j].scale, rows[j].zero_point) : zero();
+      transpose16(lines, panel + d * PANEL + block, PANEL);
+    }
+    if (block + LANES >= n) return;  // scores beyond are not looked at
+  }
+}
+
+// Values of positions [from, from + n) as [n][v_pad].
+void load_values(const Call& c, const Unit& u, int64_t from, int64_t n, float* panel) {
+  for (int64_t j = 0; j < n; ++j) {
+    const Row row = find_row(c, u.request, u.head, from + j, false);
+    for (int64_t d = 0; d < c.p->v_dim; d += LANES)
+      store(panel + j * c.v_pad + d,
+            load_item(*c.p, row.data, d, static_cast<int>(c.p->v_dim - d), row.scale, row.zero_point));
+  }
+}
+
+// Scores of R rows against V vectors of the panel's positions.
+template <int R, int V>
+void score_tile(const float* q, int64_t q_stride, const float* keys, int64_t depth, float* scores) {
+  F32 acc[R * V];
+  DSTGI_UNROLL
+  for (int i = 0; i < R * V; ++i) acc[i] = zero();
+  for (int64_t d = 0; d < depth; ++d, keys += PANEL) {
+    F32 k[V];
+    DSTGI_UNROLL
+    for (int v = 0; v < V; ++v) k[v] = load(keys + v * LANES);
+    DSTGI_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const F32 x = set1(q[r * q_stride + d]);
+      DSTGI_UNROLL
+      for (int v = 0; v < V; ++v) acc[r * V + v] = fma(x, k[v], acc[r * V + v]);
+    }
+  }
+  DSTGI_UNROLL
+  for (int i = 0; i < R * V; ++i) store(scores + i / V * SEGMENT + i % V * LANES, acc[i]);
+}
+
+// Adds weights [R][n] times values [n][V * 16 columns] to sums.
+template <int R, int V>
+void sum_tile(const float* weights, const float* values, int64_t v_pad, int64_t n, float* sums) {
+  F32 acc[R * V];
+  DSTGI_UNROLL
+  for (int i = 0; i < R * V; ++i) acc[i] = load(sums + i / V * v_pad + i % V * LANES);
+  for (int64_t j = 0; j < n; ++j, values += v_pad) {
+    F32 x[V];
+    DSTGI_UNROLL
+    for (int v = 0; v < V; ++v) x[v] = load(values + v * LANES);
+    DSTGI_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const F32 w = set1(weights[r * SEGMENT + j]);
+      DSTGI_UNROLL
+      for (int v = 0; v < V; ++v) acc[r * V + v] = fma(w, x[v], acc[r * V + v]);
+    }
+  }
+  DSTGI_UNROLL
+  for (int i = 0; i < R * V; ++i) store(sums + i / V * v_pad + i % V * LANES, acc[i]);
+}
+
+#define DSTGI_BY_ROWS(CALL, ROWS_LEFT) \
+  switch (ROWS_LEFT) {                 \
+    case 1:                            \
+      CALL(1);                         \
+      break;                           \
+    case 2:                            \
+      CALL(2);                         \
+      break;                           \
+    case 3:                            \
+      CALL(3);                         \
+      break;                           \
+    case 4:                            \
+      CALL(4);                         \
+      break;                           \
+    case 5:                            \
+      CALL(5);                         \
+      break;                           \
+    default:                           \
+      CALL(6);                         \
+  }
+
+void score_rows(int rows, int64_t n, const float* q, int64_t q_stride, const float* keys, int64_t depth, float* scores) {
+#define DSTGI_WIDE(R) score_tile<R, 4>(q, q_stride, keys, depth, scores)
+#define DSTGI_NARROW(R) score_tile<R, 1>(q, q_stride, keys + v, depth, scores + v)
+  if (n > 2 * LANES) {
+    DSTGI_BY_ROWS(DSTGI_WIDE, rows)
+    return;
+  }
+  for (int64_t v = 0; v < n; v += LANES) DSTGI_BY_ROWS(DSTGI_NARROW, rows)
+#undef DSTGI_WIDE
+#undef DSTGI_NARROW
+}
+
+void sum_rows(int rows, const float* weights, const float* values, int64_t v_pad, int64_t n, float* sums) {
+#define DSTGI_WIDE(R) sum_tile<R, 4>(weights, values + d, v_pad, n, sums + d)
+#define DSTGI_NARROW(R) sum_tile<R, 1>(weights, values + d, v_pad, n, sums + d)
+  int64_t d = 0;
+  for (; d + 4 * LANES <= v_pad; d += 4 * LANES) DSTGI_BY_ROWS(DSTGI_WIDE, rows)
+  for (; d < v_pad; d += LANES) DSTGI_BY_ROWS(DSTGI_NARROW, rows)
+#undef DSTGI_WIDE
+#undef DSTGI_NARROW
+}
+
+// Scores [n] become weights e^(s - max); returns their total. Places up to the next multiple of 16 become 0.
+DSTGI_INLINE float soften(float* scores, int64_t n, float* max_out) {
+  F32 top = set1(-INFINITY);
+  for (int64_t i = 0; i < n; i += LANES)
+    top = max(top, keep_below(load(scores + i), static_cast<int>(n - i), set1(-INFINITY)));
+  const float highest = max_lanes(top);
+  F32 total = zero();
+  for (int64_t i = 0; i < n; i += LANES) {
+    const F32 w = keep_below(exp(sub(load(scores + i), set1(highest))), static_cast<int>(n - i), zero());
+    store(scores + i, w);
+    total = add(total, w);
+  }
+  *max_out = highest;
+  return sum_lanes(total);
+}
+
+// Adds a segment (its max, total and weighted sum) to a row's running ones.
+DSTGI_INLINE void merge(float* out, float* out_max, float* out_total, const float* part, float part_max,
+                        float part_total, int64_t v_pad) {
+  const float highest = *out_max > part_max ? *out_max : part_max;
+  float both[LANES] = {*out_max - highest, part_max - highest};
+  store(both, exp(load(both)));
+  const F32 old_scale = set1(both[0]), new_scale = set1(both[1]);
+  for (int64_t d = 0; d < v_pad; d += LANES)
+    store(out + d, fma(load(part + d), new_scale, mul(load(out + d), old_scale)));
+  *out_total = std::fma(part_total, both[1], *out_total * both[0]);
+  *out_max = highest;
+}
+
+DSTGI_INLINE void start_row(float* out, float* max, float* total, int64_t v_pad) {
+  for (int64_t d = 0; d < v_pad; d += LANES) store(out + d, zero());
+  *max = -INFINITY;
+  *total = 0.0f;
+}
+
+// One segment for all rows of the unit: weighted sums in w.sums, then merged into w.out.
+void attend_segment(const Call& c, const Unit& u, int64_t segment, const Work& w) {
+  const int64_t rows = u.tokens * c.ratio, start = segment * SEGMENT;
+  const int64_t first_limit = c.cache_lens[u.request] + u.first_token + 1 - start;  // positions row 0 sees in here
+  const auto limit = [&](int64_t row) {
+    const int64_t n = first_limit + row / c.ratio;
+    return n < 0 ? int64_t{0} : n > SEGMENT ? SEGMENT : n;
+  };
+  const int64_t longest = limit(rows - 1);
+  for (int64_t at = 0; at < longest; at += PANEL) {
+    const int64_t n = longest - at < PANEL ? longest - at : PANEL;
+    load_keys(c, u, start + at, n, w.keys);
+    for (int64_t r = 0; r < rows; r += ROWS) {
+      const int64_t count = rows - r < ROWS ? rows - r : ROWS, seen = limit(r + count - 1) - at;
+      if (seen > 0)
+        score_rows(static_cast<int>(count), seen < n ? seen : n, w.q + r * c.k_pad, c.k_pad, w.keys, c.p->k_dim,
+                   w.scores + r * SEGMENT + at);
+    }
+  }
+  float* tops = w.max + rows;  // this segment's, after the running ones
+  float* totals = w.total + rows;
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t n = limit(r), end = limit(r - r % ROWS + ROWS - 1 < rows ? r - r % ROWS + ROWS - 1 : rows - 1);
+    float* scores = w.scores + r * SEGMENT;
+    if (n > 0) totals[r] = soften(scores, n, tops + r);
+    for (int64_t i = n; i < end; ++i) scores[i] = 0.0f;
+    for (int64_t d = 0; d < c.v_pad; d += LANES) store(w.sums + r * c.v_pad + d, zero());
+  }
+  for (int64_t at = 0; at < longest; at += PANEL) {
+    const int64_t n = longest - at < PANEL ? longest - at : PANEL;
+    load_values(c, u, start + at, n, w.values);
+    for (int64_t r = 0; r < rows; r += ROWS) {
+      const int64_t count = rows - r < ROWS ? rows - r : ROWS, seen = limit(r + count - 1) - at;
+      if (seen > 0)
+        sum_rows(static_cast<int>(count), w.scores + r * SEGMENT + at, w.values, c.v_pad, seen < n ? seen : n,
+                 w.sums + r * c.v_pad);
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    if (limit(r) > 0)
+      merge(w.out + r * c.v_pad, w.max + r, w.total + r, w.sums + r * c.v_pad, tops[r], totals[r], c.v_pad);
+}
+
+size_t work_floats(const Call& c, int64_t rows) {
+  return static_cast<size_t>(rows * c.k_pad + c.k_pad * PANEL + PANEL * c.v_pad + rows * SEGMENT +
+                             2 * rows * c.v_pad + 4 * rows + 64);
+}
+
+Work lay_out(const Call& c, int64_t rows, float* p) {
+  Work w;
+  w.keys = p;
+  w.values = w.keys + c.k_pad * PANEL;
+  w.scores = w.values + PANEL * c.v_pad;
+  w.q = w.scores + rows * SEGMENT;
+  w.sums = w.q + rows * c.k_pad;
+  w.out = w.sums + rows * c.v_pad;
+  w.max = w.out + rows * c.v_pad;
+  w.total = w.max + 2 * rows;
+  return w;
+}
+
+thread_local Scratch own_scratch, shared_scratch;
+
+// Runs the unit's segments; leaves the merged rows in the returned work memory.
+Work attend(const Call& c, const Unit& u) {
+  const int64_t rows = u.tokens * c.ratio;
+  const Work w = lay_out(c, rows, reinterpret_cast<float*>(own_scratch.get(work_floats(c, rows) * sizeof(float))));
+  const int64_t token = c.cu_seqlens[u.request] + u.first_token;
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* from = c.q + (token + r / c.ratio) * c.q_row + (u.head * c.ratio + r % c.ratio) * c.p->k_dim;
+    for (int64_t d = 0; d < c.p->k_dim; d += LANES)
+      store(w.q + r * c.k_pad + d, mul(load_n(from + d, static_cast<int>(c.p->k_dim - d)), set1(c.scale)));
+    start_row(w.out + r * c.v_pad, w.max + r, w.total + r, c.v_pad);
+  }
+  for (int64_t s = u.first_segment; s < u.first_segment + u.segments; ++s) attend_segment(c, u, s, w);
+  return w;
+}
+
+void write_rows(const Call& c, const Unit& u, const float* out, const float* total) {
+  const int64_t rows = u.tokens * c.ratio, token = c.cu_seqlens[u.request] + u.first_token, v_dim = c.p->v_dim;
+  for (int64_t r = 0; r < rows; ++r) {
+    float* to = c.out + ((token + r / c.ratio) * c.heads + u.head * c.ratio + r % c.ratio) * v_dim;
+    const F32 whole = set1(total[r]);
+    for (int64_t d = 0; d < v_dim; d += LANES)
+      store_n(to + d, div(load(out + r * c.v_pad + d), whole), static_cast<int>(v_dim - d));
+  }
+}
+
+int64_t tile_tokens(const Call& c) { return c.ratio >= TILE_ROWS ? 1 : TILE_ROWS / c.ratio; }
+
+// Units with all their segments, longest first within a request; returns how many (`units` may be null to count).
+int64_t list_units(const Call& c, Unit* units) {
+  int64_t count = 0;
+  for (int64_t b = 0; b < c.requests; ++b) {
+    const int64_t tokens = c.cu_seqlens[b + 1] - c.cu_seqlens[b], tile = tile_tokens(c);
+    for (int64_t t = (tokens + tile - 1) / tile - 1; t >= 0; --t)
+      for (int64_t head = 0; head < c.p->heads; ++head, ++count) {
+        if (units == nullptr) continue;
+        const int64_t first = t * tile, n = tokens - first < tile ? tokens - first : tile;
+        units[count] = {b, head, first, n, 0, (c.cache_lens[b] + first + n + SEGMENT - 1) / SEGMENT};
+      }
+  }
+  return count;
+}
+
+// Few units, long contexts: every segment is a unit of its own, merged in order afterwards. `offsets` [count + 1] says
+// where a unit's segments begin.
+void run_split(const Call& c, const Unit* units, int64_t count, const int64_t* offsets, int64_t stride, float* partial,
+               int threads) {
+  std::atomic<int64_t> next{0}, next_merge{0};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    for (int64_t i; (i = next.fetch_add(1)) < offsets[count];) {
+      int64_t n = 0;
+      while (offsets[n + 1] <= i) ++n;
+      Unit u = units[n];
+      u.first_segment = i - offsets[n];
+      u.segments = 1;
+      const Work w = attend(c, u);
+      const int64_t rows = u.tokens * c.ratio;
+      float* to = partial + i * stride;
+      std::memcpy(to, w.out, sizeof(float) * rows * c.v_pad);
+      std::memcpy(to + rows * c.v_pad, w.max, sizeof(float) * rows);
+      std::memcpy(to + rows * c.v_pad + rows, w.total, sizeof(float) * rows);
+    }
+#pragma omp barrier
+    for (int64_t n; (n = next_merge.fetch_add(1)) < count;) {
+      const int64_t rows = units[n].tokens * c.ratio;
+      const Work w = lay_out(c, rows, reinterpret_cast<float*>(own_scratch.get(work_floats(c, rows) * sizeof(float))));
+      for (int64_t r = 0; r < rows; ++r) start_row(w.out + r * c.v_pad, w.max + r, w.total + r, c.v_pad);
+      for (int64_t i = offsets[n]; i < offsets[n + 1]; ++i) {
+        const float* from = partial + i * stride;
+        for (int64_t r = 0; r < rows; ++r) {
+          const float part_total = from[rows * c.v_pad + rows + r];
+          if (part_total == 0.0f) continue;  // the row sees nothing of this segment
+          merge(w.out + r * c.v_pad, w.max + r, w.total + r, from + r * c.v_pad, from[rows * c.v_pad + r], part_total,
+                c.v_pad);
+        }
+      }
+      write_rows(c, units[n], w.out, w.total);
+    }
+  }
+}
+
+void run_whole(const Call& c, const Unit* units, int64_t count, int threads) {
+  std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t i; (i = next.fetch_add(1)) < count;) {
+    const Work w = attend(c, units[i]);
+    write_rows(c, units[i], w.out, w.total);
+  }
+}
+
+void run(const Call& c, int64_t num_threads) {
+  const int64_t count = list_units(c, nullptr);
+  if (count == 0) return;
+  char* memory = shared_scratch.get(align64(count * sizeof(Unit)) + align64((count + 1) * sizeof(int64_t)));
+  Unit* units = reinterpret_cast<Unit*>(memory);
+  int64_t* offsets = reinterpret_cast<int64_t*>(memory + align64(count * sizeof(Unit)));
+  list_units(c, units);
+  offsets[0] = 0;
+  int64_t most_rows = 0, positions = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    offsets[i + 1] = offsets[i] + units[i].segments;
+    const int64_t rows = units[i].tokens * c.ratio;
+    most_rows = rows > most_rows ? rows : most_rows;
+    positions += rows * units[i].segments * SEGMENT;
+  }
+  const int threads = positions * (c.k_pad + c.v_pad) < 65536 ? 1 : static_cast<int>(num_threads);
+  const int64_t stride = most_rows * (c.v_pad + 2);
+  const size_t partial_bytes = static_cast<size_t>(offsets[count] * stride) * sizeof(float);
+  if (threads > 1 && count < 4 * threads && offsets[count] > count && partial_bytes <= MAX_PARTIAL_BYTES) {
+    static thread_local Scratch partials;
+    return run_split(c, units, count, offsets, stride, reinterpret_cast<float*>(partials.get(partial_bytes)), threads);
+  }
+  run_whole(c, units, count, static_cast<int>(threads < count ? threads : count));
+}
+
+}  // namespace
+}  // namespace dstgi
+
+// q rows [heads][k_dim] lie `q_row` floats apart; out [t][heads][v_dim] dense. `block_tables` rows `table_stride` apart.
+DSTGI_API void dstgi_paged_attention(const Pages* pages, const float* q, float* out, const int32_t* cu_seqlens,
+                                     const int32_t* block_tables, const int32_t* cache_lens, int64_t requests,
+                                     int64_t table_stride, int64_t heads, int64_t q_row, float scale,
+                                     int64_t num_threads) {
+  using namespace dstgi;
+  const auto pad = [](int64_t n) { return (n + LANES - 1) / LANES * LANES; };
+  const Call c{pages,    q,            out,   cu_seqlens, block_tables,          cache_lens,        requests,
+               table_stride, heads, q_row, scale,      heads / pages->heads, pad(pages->k_dim), pad(pages->v_dim)};
+  run(c, num_threads);
+}

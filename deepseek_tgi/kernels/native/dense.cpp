@@ -1,0 +1,161 @@
+// Linear layers with float32, bfloat16 or float16 weights and float32 activations: nothing is rounded but the sums.
+//
+// Layout: tiles of 32 outputs; [k][32], but bfloat16 [k / 2][2][16] with k even in the low half of a word and k odd in the
+// high one, so that a shift or a mask makes the float32. Each output has two running sums, even and odd k, added
+// at the end: the same order for every M.
+
+#include <omp.h>
+
+#include <atomic>
+
+#include "api.h"
+#include "heads.h"
+
+namespace dstgi {
+namespace {
+
+constexpr int TILE = 32;
+constexpr int MAX_ROWS = 6;
+
+struct Call {
+  const DenseWeight* w;
+  const float *x, *bias, *residual;
+  float* out;
+  int64_t m, x_stride;
+};
+
+// The weights of k and k + 1 (or of k alone, then `odd` is zero) for one tile.
+enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+template <Kind KIND>
+DSTGI_INLINE F32 load_row(const void* tile, int64_t k, int v) {
+  const int64_t at = k * TILE + v * LANES;
+  if (KIND == FLOAT16) return load_half(static_cast<const uint16_t*>(tile) + at);
+  return load(static_cast<const float*>(tile) + at);
+}
+
+template <Kind KIND>
+DSTGI_INLINE void load_weights(const void* tile, int64_t pair, bool both, F32* even, F32* odd) {
+  for (int v = 0; v < 2; ++v) {
+    if (KIND == BFLOAT16) {
+      const I32 words = iload(static_cast<const uint32_t*>(tile) + pair * TILE + v * LANES);
+      even[v] = as_float(shl32(words, 16));
+      odd[v] = as_float(iand(words, iset1(static_cast<int32_t>(0xffff0000u))));
+    } else {
+      even[v] = load_row<KIND>(tile, pair * 2, v);
+      odd[v] = both ? load_row<KIND>(tile, pair * 2 + 1, v) : zero();
+    }
+  }
+}
+
+template <Kind KIND, int R>
+void rows_by_tile(const Call& c, int64_t row, int64_t tile) {
+  const DenseWeight& w = *c.w;
+  const int64_t pairs = (w.k + 1) / 2, whole = w.k / 2;
+  const int64_t tile_bytes = TILE * (KIND == BFLOAT16 ? pairs * 4 : KIND == FLOAT16 ? w.k * 2 : w.k * 4);
+  const void* data = static_cast<const char*>(w.data) + tile * tile_bytes;
+  F32 sums[R * 4];  // [r][v][parity]
+  DSTGI_UNROLL
+  for (int i = 0; i < R * 4; ++i) sums[i] = zero();
+  const float* x = c.x + row * c.x_stride;
+  F32 even[2], odd[2];
+  for (int64_t p = 0; p < whole; ++p, x += 2) {
+    load_weights<KIND>(data, p, true, even, odd);
+    DSTGI_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const F32 x0 = set1(x[r * c.x_stride]), x1 = set1(x[r * c.x_stride + 1]);
+      DSTGI_UNROLL
+      for (int v = 0; v < 2; ++v) {
+        sums[(r * 2 + v) * 2] = fma(x0, even[v], sums[(r * 2 + v) * 2]);
+        sums[(r * 2 + v) * 2 + 1] = fma(x1, odd[v], sums[(r * 2 + v) * 2 + 1]);
+      }
+    }
+  }
+  if (whole < pairs) {
+    load_weights<KIND>(data, whole, false, even, odd);
+    DSTGI_UNROLL
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2; ++v)
+        sums[(r * 2 + v) * 2] = fma(set1(x[r * c.x_stride]), even[v], sums[(r * 2 + v) * 2]);
+  }
+  DSTGI_UNROLL
+  for (int i = 0; i < R * 2; ++i) {
+    const int64_t n = tile * TILE + i % 2 * LANES, at = (row + i / 2) * w.n + n;
+    const int left = static_cast<int>(w.n - n);
+    if (left <= 0) continue;
+    F32 y = add(sums[i * 2], sums[i * 2 + 1]);
+    if (c.bias != nullptr) y = add(y, load_n(c.bias + n, left));
+    if (c.residual != nullptr) y = add(y, load_n(c.residual + at, left));
+    store_n(c.out + at, y, left);
+  }
+}
+
+template <Kind KIND>
+void all_rows(const Call& c, int64_t tile) {
+  const int64_t steps = (c.m + MAX_ROWS - 1) / MAX_ROWS;
+  for (int64_t s = 0; s < steps; ++s) {
+    const int64_t from = c.m * s / steps, to = c.m * (s + 1) / steps;
+    switch (to - from) {
+      case 1:
+        rows_by_tile<KIND, 1>(c, from, tile);
+        break;
+      case 2:
+        rows_by_tile<KIND, 2>(c, from, tile);
+        break;
+      case 3:
+        rows_by_tile<KIND, 3>(c, from, tile);
+        break;
+      case 4:
+        rows_by_tile<KIND, 4>(c, from, tile);
+        break;
+      case 5:
+        rows_by_tile<KIND, 5>(c, from, tile);
+        break;
+      default:
+        rows_by_tile<KIND, 6>(c, from, tile);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace dstgi
+
+// out[m, n] = x[m, k] @ w.T + bias + residual; x rows lie `x_stride` floats apart, the others are dense.
+DSTGI_API void dstgi_dense_linear(const DenseWeight* w, const float* x, int64_t x_stride, int64_t m, float* out,
+                                  const float* bias, const float* residual) {
+  using namespace dstgi;
+  if (m <= 0) return;
+  const Call c{w, x, bias, residual, out, m, x_stride};
+  const int64_t tiles = (w->n + TILE - 1) / TILE;
+  const int threads = static_cast<int>(w->num_threads < tiles ? w->num_threads : tiles);
+  std::atomic<int64_t> next{0};
+  // Runs of tiles, so that a thread streams through memory; several a thread, so that a busy core delays little.
+  const int64_t run = tiles / (threads * 8) > 0 ? tiles / (threads * 8) : 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t first; (first = next.fetch_add(run)) < tiles;)
+    for (int64_t tile = first; tile < first + run && tile < tiles; ++tile)
+      w->kind == BFLOAT16  ? all_rows<BFLOAT16>(c, tile)
+      : w->kind == FLOAT16 ? all_rows<FLOAT16>(c, tile)
+                           : all_rows<FLOAT32>(c, tile);
+}
+
+// Rows `ids` [t] of the packed weight as float32 [t, k].
+DSTGI_API void dstgi_dense_rows(const DenseWeight* w, const int64_t* ids, int64_t t, float* out) {
+  using namespace dstgi;
+  const int64_t pairs = (w->k + 1) / 2;
+  for (int64_t i = 0; i < t; ++i) {
+    const int64_t tile = ids[i] / TILE, lane = ids[i] % TILE;
+    const uint16_t* words = static_cast<const uint16_t*>(w->data);
+    for (int64_t k = 0; k < w->k; ++k) {
+      float& to = out[i * w->k + k];
+      if (w->kind == BFLOAT16) {
+        const uint32_t bits = static_cast<uint32_t>(words[((tile * pairs + k / 2) * TILE + lane) * 2 + k % 2]) << 16;
+        std::memcpy(&to, &bits, sizeof bits);
+      } else if (w->kind == FLOAT16) {
+        to = from_half(words[(tile * w->k + k) * TILE + lane]);
+      } else {
+        to = static_cast<const float*>(w->data)[(tile * w->k + k) * TILE + lane];
+      }
+    }
+  }
+}

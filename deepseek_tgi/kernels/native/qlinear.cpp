@@ -1,0 +1,377 @@
+// Linear layers with INT4 or INT8 weights: exact integer products inside a block, one float32 fold a block.
+//
+//   out[m, n] = sum over blocks of (xscale[m, b] * sum_k digit[m, k] * (code[n, k] - zero[n, b])) * wscale[n, b]
+//
+// Blocks are folded in ascending order by one fused multiply-add each, so an element's bits depend neither on M nor on
+// the path. Few rows: codes are unpacked in registers as they stream from memory, once for all rows. Many rows: a block
+// of 32 outputs is unpacked once into an L1 panel of int16 pairs and used by every row.
+//
+// Code layout, one uint32 lane an output. int4: nibble j holds k = 2j in the low half-word and k = 2j + 1 in the high
+// one, so that a shift by 4j and a mask give a pair. int8: bytes k0 k2 k1 k3, so that two arithmetic shifts do.
+
+#include <omp.h>
+
+#include <atomic>
+
+#include "activations.h"
+#include "heads.h"
+#include "scratch.h"
+
+namespace dstgi {
+namespace {
+
+constexpr int TILE = 32;        // outputs of a tile, two vectors
+constexpr int DIRECT_ROWS = 4;  // up to this many rows: unpack in registers
+constexpr int MAX_WIDTH = 128;
+
+struct Int4 {
+  static constexpr int K = 8, PAIRS = 4;
+  static constexpr bool ZEROS = true;
+  DSTGI_INLINE void unpack(I32 c, I32* q) {
+    const I32 mask = iset1(0x000f000f);
+    q[0] = iand(c, mask);
+    q[1] = iand(shr16(c, 4), mask);
+    q[2] = iand(shr16(c, 8), mask);
+    q[3] = shr16(c, 12);
+  }
+};
+
+struct Int8 {
+  static constexpr int K = 4, PAIRS = 2;
+  static constexpr bool ZEROS = false;
+  DSTGI_INLINE void unpack(I32 c, I32* q) {
+    q[0] = sar16(shl16(c, 8), 8);
+    q[1] = sar16(c, 8);
+  }
+};
+
+struct Call {
+  const QuantWeight* w;
+  const float *x, *norm_weight, *bias, *residual;
+  float* out;
+  int64_t m, x_stride;
+  Prologue prologue;
+  float eps;
+};
+
+DSTGI_INLINE F32 load_scales(const QuantWeight& w, int64_t at) {
+  if (w.scale_kind == 1) return load_half(static_cast<const uint16_t*>(w.scales) + at);
+  if (w.scale_kind == 2) return load_bf16(static_cast<const uint16_t*>(w.scales) + at);
+  return load(static_cast<const float*>(w.scales) + at);
+}
+
+// The one place where integers become float: exact scaling by a power of two, one rounding in the multiply-add.
+template <int DIGITS>
+DSTGI_INLINE F32 fold(const I32* acc, float xscale, F32 wscale, F32 sum) {
+  F32 value = to_float(acc[0]);
+  if (DIGITS == 2) value = fma(value, set1(65536.0f), to_float(acc[1]));
+  return fma(mul(value, set1(xscale)), wscale, sum);
+}
+
+DSTGI_INLINE void finish(const Call& c, int64_t row, int64_t tile, const F32* sums) {
+  for (int v = 0; v < 2; ++v) {
+    const int64_t n = tile * TILE + v * LANES;
+    const int left = static_cast<int>(c.w->n - n);
+    if (left <= 0) return;
+    F32 y = sums[v];
+    const int64_t at = row * c.w->n + n;
+    if (c.bias != nullptr) y = add(y, load_n(c.bias + n, left));
+    if (c.residual != nullptr) y = add(y, load_n(c.residual + at, left));
+    store_n(c.out + at, y, left);
+  }
+}
+
+// R rows against one tile of outputs, unpacking in registers. SPLIT independent sums hide the multiplier's latency.
+template <class Format, int R, int DIGITS>
+void direct_tile(const Call& c, const Activations& a, int64_t tile) {
+  constexpr int SPLIT = R == 1 && DIGITS == 1 ? Format::PAIRS : R * DIGITS <= 2 ? 2 : 1;
+  const QuantWeight& w = *c.w;
+  const int64_t loads = w.width / Format::K;
+  const uint32_t* codes = w.codes + tile * w.blocks * loads * TILE;
+  F32 sums[R][2];
+  DSTGI_UNROLL
+  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = zero();
+  for (int64_t b = 0; b < w.blocks; ++b) {
+    I32 acc[R * 2 * SPLIT * DIGITS];  // [r][v][split][digit]
+    DSTGI_UNROLL
+    for (int i = 0; i < R * 2 * SPLIT * DIGITS; ++i) acc[i] = izero();
+    const int32_t* x[2] = {a.pairs[0] + b * (w.width / 2) * R, a.pairs[1] + b * (w.width / 2) * R};
+    for (int64_t i = 0; i < loads; ++i, codes += TILE) {
+      I32 q[2][Format::PAIRS];
+      Format::unpack(iload(codes), q[0]);
+      Format::unpack(iload(codes + LANES), q[1]);
+      DSTGI_UNROLL
+      for (int p = 0; p < Format::PAIRS; ++p) DSTGI_UNROLL
+        for (int r = 0; r < R; ++r) DSTGI_UNROLL
+          for (int d = 0; d < DIGITS; ++d) {
+            const I32 pair = iset1(x[d][(i * Format::PAIRS + p) * R + r]);
+            DSTGI_UNROLL
+            for (int v = 0; v < 2; ++v) {
+              I32& sum = acc[((r * 2 + v) * SPLIT + p % SPLIT) * DIGITS + d];
+              sum = dot_pairs(sum, q[v][p], pair);
+            }
+          }
+    }
+    const int64_t column = (tile * w.blocks + b) * TILE, at = b * R;
+    DSTGI_UNROLL
+    for (int v = 0; v < 2; ++v) {
+      const F32 wscale = load_scales(w, column + v * LANES);
+      const I32 zeros = Format::ZEROS ? load_u8(w.zeros + column + v * LANES) : izero();
+      DSTGI_UNROLL
+      for (int r = 0; r < R; ++r) {
+        I32 total[DIGITS];
+        DSTGI_UNROLL
+        for (int d = 0; d < DIGITS; ++d) {
+          total[d] = Format::ZEROS ? imul(zeros, iset1(-a.sum[d][at + r])) : izero();
+          DSTGI_UNROLL
+          for (int s = 0; s < SPLIT; ++s) total[d] = iadd(total[d], acc[((r * 2 + v) * SPLIT + s) * DIGITS + d]);
+        }
+        sums[r][v] = fold<DIGITS>(total, a.scale[at + r], wscale, sums[r][v]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) finish(c, r, tile, sums[r]);
+}
+
+// Unpacks one block of a tile into `panel` [width / 2][2][16] pairs, zeros taken away.
+template <class Format>
+DSTGI_INLINE void unpack_panel(const QuantWeight& w, int64_t tile, int64_t b, uint32_t* panel) {
+  const int64_t loads = w.width / Format::K;
+  const uint32_t* codes = w.codes + (tile * w.blocks + b) * loads * TILE;
+  for (int v = 0; v < 2; ++v) {
+    I32 zeros = izero();
+    if (Format::ZEROS) {
+      zeros = load_u8(w.zeros + (tile * w.blocks + b) * TILE + v * LANES);
+      zeros = ior(zeros, shl32(zeros, 16));
+    }
+    for (int64_t i = 0; i < loads; ++i) {
+      I32 q[Format::PAIRS];
+      Format::unpack(iload(codes + i * TILE + v * LANES), q);
+      for (int p = 0; p < Format::PAIRS; ++p)
+        istore(panel + (i * Format::PAIRS + p) * TILE + v * LANES, Format::ZEROS ? sub16(q[p], zeros) : q[p]);
+    }
+  }
+}
+
+// R rows against one block's panel; `sums` [R][2][16] is read, folded into and written back. `x` points at the rows'
+// first pairs, `at` at their scales.
+template <int R, int DIGITS>
+void panel_rows(const uint32_t* panel, int64_t pairs, const Activations& a, const int32_t* const* x, int64_t at,
+                const F32* wscale, float* sums) {
+  I32 acc[R * 2 * DIGITS];  // [r][v][digit]
+  DSTGI_UNROLL
+  for (int i = 0; i < R * 2 * DIGITS; ++i) acc[i] = izero();
+  const int32_t *x0 = x[0], *x1 = x[1];
+  for (int64_t p = 0; p < pairs; ++p, panel += TILE, x0 += a.chunk, x1 += a.chunk) {
+    const I32 q0 = iload(panel), q1 = iload(panel + LANES);
+    DSTGI_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const I32 high = iset1(x0[r]);
+      acc[r * 2 * DIGITS] = dot_pairs(acc[r * 2 * DIGITS], q0, high);
+      acc[(r * 2 + 1) * DIGITS] = dot_pairs(acc[(r * 2 + 1) * DIGITS], q1, high);
+      if (DIGITS == 2) {
+        const I32 low = iset1(x1[r]);
+        acc[r * 4 + 1] = dot_pairs(acc[r * 4 + 1], q0, low);
+        acc[r * 4 + 3] = dot_pairs(acc[r * 4 + 3], q1, low);
+      }
+    }
+  }
+  const float* xscale = a.scale + at;
+  DSTGI_UNROLL
+  for (int i = 0; i < R * 2; ++i) {
+    float* sum = sums + i * LANES;
+    store(sum, fold<DIGITS>(acc + i * DIGITS, xscale[i / 2], wscale[i % 2], load(sum)));
+  }
+}
+
+template <int DIGITS>
+DSTGI_INLINE void panel_dispatch(int rows, const uint32_t* panel, int64_t pairs, const Activations& a,
+                                 const int32_t* const* x, int64_t at, const F32* wscale, float* sums) {
+  switch (rows) {
+#define DSTGI_ROWS(R) \
+  case R:             \
+    return panel_rows<(R)*DIGITS <= 12 ? (R) : 1, DIGITS>(panel, pairs, a, x, at, wscale, sums)
+    DSTGI_ROWS(1);
+    DSTGI_ROWS(2);
+    DSTGI_ROWS(3);
+    DSTGI_ROWS(4);
+    DSTGI_ROWS(5);
+    DSTGI_ROWS(6);
+    DSTGI_ROWS(7);
+    DSTGI_ROWS(8);
+    DSTGI_ROWS(9);
+    DSTGI_ROWS(10);
+    DSTGI_ROWS(11);
+    DSTGI_ROWS(12);
+#undef DSTGI_ROWS
+  }
+}
+
+// All rows against one tile of outputs, by way of panels.
+template <class Format, int DIGITS>
+void panel_tile(const Call& c, const Activations& a, int64_t tile) {
+  constexpr int MAX_ROWS = 12 / DIGITS;
+  alignas(64) uint32_t panel[MAX_WIDTH / 2 * TILE];
+  alignas(64) float sums[CHUNK_ROWS * TILE];
+  const QuantWeight& w = *c.w;
+  for (int64_t begin = 0; begin < c.m; begin += CHUNK_ROWS) {
+    const int64_t rows = c.m - begin < CHUNK_ROWS ? c.m - begin : CHUNK_ROWS;
+    const int64_t steps = (rows + MAX_ROWS - 1) / MAX_ROWS;  // as even as can be
+    std::memset(sums, 0, sizeof(float) * rows * TILE);
+    for (int64_t b = 0; b < w.blocks; ++b) {
+      unpack_panel<Format>(w, tile, b, panel);
+      const int64_t column = (tile * w.blocks + b) * TILE;
+      const F32 wscale[2] = {load_scales(w, column), load_scales(w, column + LANES)};
+      for (int64_t s = 0; s < steps; ++s) {
+        const int64_t from = rows * s / steps, to = rows * (s + 1) / steps;
+        const int64_t at = begin / a.chunk * w.blocks + b, place = at * (w.width / 2) * a.chunk + from;
+        const int32_t* x[2] = {a.pairs[0] + place, a.pairs[1] + place};
+        panel_dispatch<DIGITS>(static_cast<int>(to - from), panel, w.width / 2, a, x, at * a.chunk + from, wscale,
+                               sums + from * TILE);
+      }
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const F32 row[2] = {load(sums + r * TILE), load(sums + r * TILE + LANES)};
+      finish(c, begin + r, tile, row);
+    }
+  }
+}
+
+thread_local Scratch shared_scratch, own_scratch;
+
+Activations lay_out(const QuantWeight& w, int64_t rows, Scratch& scratch) {
+  Activations a;
+  a.chunk = rows < CHUNK_ROWS ? rows : CHUNK_ROWS;
+  const int64_t padded = (rows + a.chunk - 1) / a.chunk * a.chunk;
+  const size_t words = align64(static_cast<size_t>(w.blocks * padded) * 4), pairs = words * (w.width / 2);
+  char* p = scratch.get(2 * pairs + 3 * words);
+  a.pairs[0] = reinterpret_cast<int32_t*>(p);
+  a.pairs[1] = reinterpret_cast<int32_t*>(p + pairs);
+  p += 2 * pairs;
+  a.scale = reinterpret_cast<float*>(p);
+  a.sum[0] = reinterpret_cast<int32_t*>(p + words);
+  a.sum[1] = reinterpret_cast<int32_t*>(p + 2 * words);
+  return a;
+}
+
+template <int DIGITS>
+void prepare_row(const Call& c, int64_t row, const Activations& a, float* buffer) {
+  const float* x = c.x + row * c.x_stride;
+  if (c.prologue == NORM) {
+    norm_row(x, c.norm_weight, c.w->k, c.eps, buffer);
+    x = buffer;
+  } else if (c.prologue == SILU) {
+    silu_row(x, x + c.w->k, c.w->k, buffer);
+    x = buffer;
+  }
+  quantise_row<DIGITS>(*c.w, x, a, row);
+}
+
+template <class Format, int DIGITS>
+void direct(const Call& c, int64_t tiles, int threads) {
+  const auto work = [&](int64_t thread, int64_t count) {
+    // Every thread prepares the few rows itself: cheaper than waiting for another to do it.
+    const size_t row_bytes = align64(static_cast<size_t>(c.w->k) * sizeof(float));
+    float* buffer = reinterpret_cast<float*>(shared_scratch.get(row_bytes));
+    const Activations a = lay_out(*c.w, c.m, own_scratch);
+    for (int64_t row = 0; row < c.m; ++row) prepare_row<DIGITS>(c, row, a, buffer);
+    for (int64_t tile = tiles * thread / count; tile < tiles * (thread + 1) / count; ++tile) switch (c.m) {
+        case 1:
+          direct_tile<Format, 1, DIGITS>(c, a, tile);
+          break;
+        case 2:
+          direct_tile<Format, 2, DIGITS>(c, a, tile);
+          break;
+        case 3:
+          direct_tile<Format, 3, DIGITS>(c, a, tile);
+          break;
+        default:
+          direct_tile<Format, 4, DIGITS>(c, a, tile);
+      }
+  };
+  if (threads == 1) return work(0, 1);
+#pragma omp parallel num_threads(threads)
+  work(omp_get_thread_num(), omp_get_num_threads());
+}
+
+template <class Format, int DIGITS>
+void panels(const Call& c, int64_t tiles, int threads) {
+  const Activations a = lay_out(*c.w, c.m, shared_scratch);
+  std::atomic<int64_t> next_row{0}, next_tile{0};
+  constexpr int64_t ROWS = 4;
+#pragma omp parallel num_threads(threads)
+  {
+    float* buffer = reinterpret_cast<float*>(own_scratch.get(align64(static_cast<size_t>(c.w->k) * sizeof(float))));
+    for (int64_t row; (row = next_row.fetch_add(ROWS)) < c.m;)
+      for (int64_t r = row; r < row + ROWS && r < c.m; ++r) prepare_row<DIGITS>(c, r, a, buffer);
+#pragma omp barrier
+    for (int64_t tile; (tile = next_tile.fetch_add(1)) < tiles;) panel_tile<Format, DIGITS>(c, a, tile);
+  }
+}
+
+template <class Format, int DIGITS>
+void run(const Call& c) {
+  const int64_t tiles = (c.w->n + TILE - 1) / TILE;
+  const int threads = static_cast<int>(c.w->num_threads < tiles ? c.w->num_threads : tiles);
+  if (c.m <= DIRECT_ROWS) return direct<Format, DIGITS>(c, tiles, threads);
+  panels<Format, DIGITS>(c, tiles, threads);
+}
+
+}  // namespace
+}  // namespace dstgi
+
+// out[m, n] (dense rows) = prologue(x)[m, k] @ w.T + bias + residual. x rows lie `x_stride` floats apart; for SILU a row
+// is gate [k] then up [k].
+DSTGI_API void dstgi_quant_linear(const QuantWeight* w, const float* x, int64_t x_stride, int64_t m, float* out,
+                                  const float* bias, const float* residual, int64_t prologue, const float* norm_weight,
+                                  float eps) {
+  using namespace dstgi;
+  if (m <= 0) return;
+  const Call c{w, x, norm_weight, bias, residual, out, m, x_stride, static_cast<Prologue>(prologue), eps};
+  if (w->bits == 4) {
+    w->digits == 1 ? run<Int4, 1>(c) : run<Int4, 2>(c);
+  } else {
+    w->digits == 1 ? run<Int8, 1>(c) : run<Int8, 2>(c);
+  }
+}
+
+// codes [n, k] (0..15, or int8 as two's complement bytes) into the layout of `w`; `w->codes` is written.
+DSTGI_API void dstgi_pack_codes(const QuantWeight* w, const uint8_t* codes) {
+  const int64_t tiles = (w->n + 31) / 32, per_lane = w->bits == 4 ? 8 : 4, loads = w->width / per_lane;
+  uint32_t* packed = const_cast<uint32_t*>(w->codes);
+#pragma omp parallel for num_threads(static_cast<int>(w->num_threads))
+  for (int64_t tile = 0; tile < tiles; ++tile)
+    for (int64_t b = 0; b < w->blocks; ++b) {
+      const int64_t group = b / w->blocks_per_group, begin = b % w->blocks_per_group * w->width;
+      for (int64_t i = 0; i < loads; ++i)
+        for (int64_t lane = 0; lane < 32; ++lane) {
+          const int64_t n = tile * 32 + lane;
+          uint32_t word = 0;
+          for (int64_t j = 0; j < per_lane && n < w->n; ++j) {
+            const int64_t inside = begin + i * per_lane + j;
+            if (inside >= w->group_size) break;
+            const uint32_t code = codes[n * w->k + group * w->group_size + inside];
+            const int64_t shift = w->bits == 4 ? j / 2 * 4 + j % 2 * 16 : j / 2 * 8 + j % 2 * 16;
+            word |= code << shift;
+          }
+          packed[((tile * w->blocks + b) * loads + i) * 32 + lane] = word;
+        }
+    }
+}
+
+// Rows `ids` [t] of an int8 weight with float16 scales as float32 [t, k]: an embedding that shares the head's storage.
+DSTGI_API void dstgi_quant_rows(const QuantWeight* w, const int64_t* ids, int64_t t, float* out) {
+  using namespace dstgi;
+  const int64_t loads = w->width / Int8::K;
+  for (int64_t i = 0; i < t; ++i) {
+    const int64_t tile = ids[i] / TILE, lane = ids[i] % TILE;
+    for (int64_t k = 0; k < w->k; ++k) {
+      const int64_t group = k / w->group_size, inside = k % w->group_size;
+      const int64_t b = group * w->blocks_per_group + inside / w->width, j = inside % w->width;
+      const uint32_t word = w->codes[((tile * w->blocks + b) * loads + j / 4) * TILE + lane];
+      const int shift = static_cast<int>(j % 4 / 2 * 8 + j % 2 * 16);
+      const int8_t code = static_cast<int8_t>(word >> shift & 0xff);
+      out[i * w->k + k] = code * from_half(static_cast<const uint16_t*>(w->scales)[(tile * w->blocks + b) * TILE + lane]);
+    }
+  }
+}

@@ -1,0 +1,44 @@
+"""Paged attention on the C++ library, as `native/attention.cpp` explains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.common import describe, require
+from deepseek_tgi.kernels.library import LONG_CALL_ROWS, NativeLibrary
+from deepseek_tgi.kernels.native_pages import native_pages
+from deepseek_tgi.kernels.paged_attention import check_paged_attention
+from deepseek_tgi.kernels.pages import LayerPages
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttentionOp:
+    """The op over one library."""
+
+    library: NativeLibrary
+    num_threads: int
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        pages: LayerPages,
+        inputs: ForwardInputs,
+        scale: float,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See the contract."""
+        check_paged_attention(q, pages, inputs, out)
+        if q.stride(2) != 1 or q.stride(1) != q.shape[2] or inputs.block_tables.stride(1) != 1:
+            require(False, f"paged_attention: {describe('q', q)} has strides {q.stride()}, expected dense heads")
+        rows, heads = q.shape[0], q.shape[1]
+        y = torch.empty(rows, heads, pages.v.shape[3]) if out is None else out
+        call = self.library.quick if rows < LONG_CALL_ROWS else self.library.slow
+        call.dstgi_paged_attention(
+            native_pages(pages).address, q.data_ptr(), y.data_ptr(), inputs.cu_seqlens.data_ptr(),
+            inputs.block_tables.data_ptr(), inputs.cache_lens.data_ptr(), inputs.cache_lens.shape[0],
+            inputs.block_tables.stride(0), heads, q.stride(0), scale, self.num_threads,
+        )  # fmt: skip
+        return y
