@@ -59,8 +59,8 @@ def reference(real_model_dir: Path) -> Any:
             if not name.endswith((".qweight", ".qzeros", ".scales"))
         }
         for name in [n.removesuffix(".qweight") for n in file.keys() if n.endswith(".qweight")]:  # noqa: SIM118
-            parts = [file.get_tensor(f"{name}.{s}").numpy() for s in ("qweight", "qzeros", "scales")]
-            dense[f"{name}.weight"] = torch.from_numpy(read_gemm(*parts, group))
+            words, zeros, scales = (file.get_tensor(f"{name}.{s}").numpy() for s in ("qweight", "qzeros", "scales"))
+            dense[f"{name}.weight"] = torch.from_numpy(read_gemm(words, zeros, scales, group))
     factory: Any = AutoModelForCausalLM
     model = factory.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
     missing, unexpected = model.load_state_dict(dense, strict=False)
