@@ -80,7 +80,7 @@ class Driver:
 
     def __init__(
         self,
-        adapter: ScriptedAdapter,
+        adapter: Any,
         config: EngineConfig | None = None,
         max_prefill: int = 64,
         max_total: int = 256,
@@ -89,7 +89,8 @@ class Driver:
         self.adapter = adapter
         self.engine = Engine(adapter, config, memory=PlenteousMemory(), **engine)
         result = self.engine.warmup([warmup_request(max_prefill)], None, max_prefill, max_total)
-        adapter.steps.clear()
+        if isinstance(adapter, ScriptedAdapter):
+            adapter.steps.clear()
         self.block_size = adapter.kv_layout.block_size
         self.num_blocks = result.max_supported_total_tokens // self.block_size
         self.free = list(range(1, self.num_blocks))

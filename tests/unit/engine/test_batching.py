@@ -254,7 +254,7 @@ def test_requests_without_blocks_run_one_batch_at_a_time(driver: Driver) -> None
 def test_all_blocks_in_use_at_once(tmp_path: Path) -> None:
     driver = Driver(ScriptedAdapter.in_folder(tmp_path, max_position=128), max_prefill=2000, max_total=128)
     per_request = 8
-    requests = []
+    requests: list[Request] = []
     while len(driver.free) >= per_request:
         text = chr(97 + len(requests) % 26) * (60 + len(requests))
         requests.append(driver.request(text, 128 - len(driver.adapter.tokenizer.encode(text))))

@@ -10,7 +10,7 @@ import torch
 from engine_driver import Driver
 from scripted import ScriptedAdapter
 
-from deepseek_tgi.core import Request
+from deepseek_tgi.core import ForwardInputs, Request
 
 PROMPT = "the stop is one two Hello world " * 3
 BLOCK = 16
@@ -106,6 +106,22 @@ def test_a_prefix_from_a_failed_step_is_not_believed(driver: Driver) -> None:
     driver.adapter.script.before_step = fail
     with pytest.raises(RuntimeError):
         driver.prefill(0, first)
+    driver.adapter.script.before_step = None
+    assert first_step(driver, claim(driver, first.blocks, 2 * BLOCK))[0] == 0
+
+
+def test_a_failed_step_may_have_overwritten_what_was_stored(driver: Driver) -> None:
+    first = driver.request(PROMPT, 6)
+    driver.run(first)
+
+    def overwrite_and_fail(inputs: ForwardInputs) -> None:
+        pages = driver.engine._runner.pool.view(0)  # type: ignore[union-attr]
+        pages.k[inputs.slots // BLOCK, 0, inputs.slots % BLOCK] = 3.0
+        raise RuntimeError("lost")
+
+    driver.adapter.script.before_step = overwrite_and_fail
+    with pytest.raises(RuntimeError):
+        driver.prefill(0, driver.request("b" * 40, 6, blocks=list(first.blocks)))
     driver.adapter.script.before_step = None
     assert first_step(driver, claim(driver, first.blocks, 2 * BLOCK))[0] == 0
 

@@ -35,14 +35,16 @@ def walk(constraint: MatcherConstraint, tokenizer: TextTokenizer, seed: int) -> 
     """Random allowed tokens until end-of-sequence is one of them."""
     rng = random.Random(seed)
     ids: list[int] = []
+    eos = tokenizer.eos_token_id
+    assert eos is not None
     for _ in range(200):
         allowed = constraint.allowed(tokenizer.vocab_size + 5)
         assert allowed is not None
         choices = allowed.nonzero().flatten().tolist()
         assert choices
-        ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id in choices else rng.choice(choices))
+        ids.append(eos if eos in choices else rng.choice(choices))
         constraint.accept(ids[-1])
-        if ids[-1] == tokenizer.eos_token_id:
+        if ids[-1] == eos:
             break
     return ids
 
