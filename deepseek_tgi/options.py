@@ -64,9 +64,6 @@ def options_of(cls: type[Any]) -> dict[str, Option]:
     return {f.name: f.metadata["option"] for f in dataclasses.fields(cls) if "option" in f.metadata}
 
 
-# --- values ---------------------------------------------------------------------------------------------------------
-
-
 def text(value: str) -> str:
     """Any text, as it stands."""
     return value
@@ -90,12 +87,11 @@ def multiple_of(step: int, maximum: int) -> Parse:
 
     def parse(value: str) -> int:
         try:
-            result: int = whole(value)
+            if (result := int(whole(value))) % step == 0:
+                return result
         except ValueError:
-            result = -1
-        if result < 0 or result % step:
-            raise ValueError(f"a multiple of {step} from {step} to {maximum}")
-        return result
+            pass
+        raise ValueError(f"a multiple of {step} from {step} to {maximum}")
 
     return parse
 
@@ -169,9 +165,6 @@ def listen_address(value: str) -> str:
         return str(ipaddress.ip_address(value))
     except ValueError:
         return "0.0.0.0"
-
-
-# --- reading --------------------------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):

@@ -13,7 +13,7 @@ make_plan = launcher.make_plan
 
 
 if __name__ == "__main__":
-    launcher.make_plan = lambda config, environ: dataclasses.replace(
-        make_plan(config, environ), server_argv=(sys.executable, STUB)
+    launcher.make_plan = lambda config, model, environ: dataclasses.replace(
+        make_plan(config, model, environ), server_argv=(sys.executable, STUB)
     )
     sys.exit(launcher.main())

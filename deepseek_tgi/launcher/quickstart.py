@@ -22,7 +22,7 @@ from typing import Any
 from deepseek_tgi.config import DEFAULT_BACKEND
 from deepseek_tgi.errors import ChildError
 from deepseek_tgi.launcher.check import check_port
-from deepseek_tgi.launcher.main import StopSignals, stop
+from deepseek_tgi.launcher.main import StopSignals, prepared_model, stop
 from deepseek_tgi.launcher.process import Child, Spec, describe_exit, python_argv
 
 HOST = "127.0.0.1"
@@ -47,6 +47,9 @@ def run(wish: Wish, say: Say) -> int:
     check_port(HOST, wish.port, "--port")
     signals = StopSignals()
     signals.install()
+    say(f"Preparing {wish.model_id} …\n")
+    if prepared_model(wish.model_id, os.environ, signals) is None:
+        return 0
     tail: deque[bytes] = deque(maxlen=SHOWN_LINES)
     with tempfile.TemporaryDirectory(prefix="deepseek-tgi-") as folder:
         child = Child(_spec(wish, Path(folder), tail))
