@@ -30,7 +30,7 @@ class EngineConfig:
     use_prefix_caching: bool = True
     kv_memory_bytes: int | None = None
     kv_memory_fraction: float = 0.5
-    kv_full_requests: int = 32
+    kv_full_requests: int = 16
     max_batch_size: int | None = None
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0

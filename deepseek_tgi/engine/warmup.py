@@ -51,8 +51,8 @@ class Limits:
             )
         if prompt is not None and prompt > self.max_prefill_tokens and not chunking:
             raise ConfigError(
-                f"max_input_tokens: got {prompt}, expected at most max_prefill_tokens {self.max_prefill_tokens}: longer "
-                "prompts need PREFILL_CHUNKING, which is off"
+                f"max_input_tokens: got {prompt}, expected at most max_prefill_tokens {self.max_prefill_tokens}: "
+                "longer prompts need PREFILL_CHUNKING, which is off"
             )
 
 

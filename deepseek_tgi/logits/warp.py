@@ -34,8 +34,16 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     Said the other way round: the largest stay, up to the first with which their mass reaches p.
     """
     logprobs = logits.log_softmax(-1)
-    keep = _first_to_reach(-logprobs, logprobs.exp(), top_p, keep_ties=False)
-    return logits.masked_fill(~keep, MINUS_INFINITY)
+    best, ids = logprobs.topk(min(FIRST_LOOK, logits.shape[1]))
+    short = best.exp().cumsum(-1) < top_p.unsqueeze(1)
+    # The first always stays, as does the one with which p is reached.
+    kept = torch.nn.functional.pad(short[:, :-1], (1, 0), value=True)
+    out = torch.full_like(logits, MINUS_INFINITY)
+    out.scatter_(1, ids, logits.gather(1, ids).masked_fill_(~kept, MINUS_INFINITY))
+    for row in _unsettled(short, logits.shape[1]):
+        keep = _reach_by_bands(-logprobs[row], logprobs[row].exp(), float(top_p[row]), keep_ties=False)
+        out[row] = logits[row].masked_fill(~keep, MINUS_INFINITY)
+    return out
 
 
 def apply_typical_p(logits: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
@@ -46,32 +54,29 @@ def apply_typical_p(logits: torch.Tensor, typical_p: torch.Tensor) -> torch.Tens
     logprobs = logits.log_softmax(-1)
     probs = logprobs.exp()
     entropy = -(probs * logprobs).nan_to_num_(nan=0.0).sum(-1, keepdim=True)
-    keep = _first_to_reach((-logprobs - entropy).abs_(), probs, typical_p, keep_ties=True)
-    return logits.masked_fill(~keep, MINUS_INFINITY)
+    distance = (-logprobs - entropy).abs_()
+    nearest, ids = distance.topk(min(FIRST_LOOK, logits.shape[1]), largest=False)
+    short = probs.gather(1, ids).cumsum(-1) < typical_p.unsqueeze(1)
+    last = short.sum(-1, keepdim=True).clamp_(max=nearest.shape[1] - 1)
+    out = logits.masked_fill(distance > nearest.gather(1, last), MINUS_INFINITY)
+    for row in _unsettled(short, logits.shape[1]):
+        keep = _reach_by_bands(distance[row], probs[row], float(typical_p[row]), keep_ties=True)
+        out[row] = logits[row].masked_fill(~keep, MINUS_INFINITY)
+    return out
 
 
-def _first_to_reach(key: torch.Tensor, probs: torch.Tensor, mass: torch.Tensor, keep_ties: bool) -> torch.Tensor:
-    """Mask `[n, V]` of the ids that come first by `key [n, V]`, up to the one with which `mass [n]` is reached.
-
-    `keep_ties` adds all ids whose key equals the last one's.
-    """
-    width = key.shape[1]
-    first, ids = key.topk(min(FIRST_LOOK, width), largest=False)
-    short = probs.gather(1, ids).cumsum(-1) < mass.unsqueeze(1)
-    last = short.sum(-1, keepdim=True).clamp_(max=first.shape[1] - 1)
-    if keep_ties:
-        keep = key <= first.gather(1, last)
-    else:
-        place = torch.arange(first.shape[1], device=key.device)
-        keep = torch.zeros_like(key, dtype=torch.bool).scatter_(1, ids, place <= last)
-    if width > FIRST_LOOK:
-        for row in short[:, -1].nonzero().flatten().tolist():
-            keep[row] = _reach_by_bands(key[row], probs[row], float(mass[row]), keep_ties)
-    return keep
+def _unsettled(short: torch.Tensor, width: int) -> list[int]:
+    """Rows in which the first look did not reach the mass and was not the whole row."""
+    rows: list[int] = short[:, -1].nonzero().flatten().tolist() if width > FIRST_LOOK else []
+    return rows
 
 
 def _reach_by_bands(key: torch.Tensor, probs: torch.Tensor, mass: float, keep_ties: bool) -> torch.Tensor:
-    """`_first_to_reach` for one row `[V]`: whole bands of near keys, then the band in which the mass is reached."""
+    """Mask `[V]` of the ids that come first by `key [V]`, up to the one with which `mass` is reached.
+
+    Whole bands of near keys first, then the band in which it is reached, sorted. `keep_ties` adds all ids whose key
+    equals the last one's.
+    """
     band = key.nan_to_num(nan=float(BANDS)).mul_(BANDS_PER_NAT).clamp_(max=BANDS - 1).long()
     masses = torch.zeros(BANDS, dtype=torch.float64, device=key.device).scatter_add_(0, band, probs.double())
     reached = masses.cumsum(0)

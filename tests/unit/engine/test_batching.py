@@ -124,6 +124,19 @@ def test_a_cut_prompt_goes_on_beside_newcomers_within_the_budget(driver: Driver)
         expect_greedy(driver, request)
 
 
+def test_prompts_beyond_the_budget_wait_whatever_the_router_asked(driver: Driver) -> None:
+    requests = [driver.request(text, 4) for text in (LONG, "Hello world", LONG[3:])]
+    driver.run(*requests)
+    assert [sum(step.counts) for step in driver.adapter.steps[:3]] == [64, 64, 64]
+    for request in requests:
+        expect_greedy(driver, request)
+
+
+def test_a_prefill_rounded_up_to_whole_blocks_is_one_step(tmp_path: Path) -> None:
+    driver = Driver(ScriptedAdapter.in_folder(tmp_path), max_prefill=50)
+    assert driver.prefill(0, driver.request("a" * 64, 1)).batch is None
+
+
 @pytest.mark.parametrize("keep", ["long", "short", "both"])
 def test_filtering_inside_a_cut_prompt_leaves_the_others_alone(driver: Driver, keep: str) -> None:
     long, short = driver.request(LONG, 5, chunk_len=20), driver.request("the stop is", 9)
