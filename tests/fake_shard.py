@@ -71,7 +71,11 @@ class Running:
 
 
 class FakeShard(TextGenerationServiceServicer):
-    """The eight calls. `gate` holds steps back while it is cleared; `fail_next` maps a call to an error text."""
+    """The eight calls. `gate` holds steps back while it is cleared.
+
+    `fail_next` maps a call to the error text of its next occurrence, after `skip_failures` that go well. `reported` are
+    pairs of request id and count of tokens.
+    """
 
     def __init__(self, path: Path, traits: Traits = Traits(), ranks: int = 1, rank: int = 0) -> None:
         self.path = path
@@ -85,6 +89,8 @@ class FakeShard(TextGenerationServiceServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.fail_next: dict[str, str] = {}
+        self.skip_failures = 0
+        self.reported: set[tuple[int, int]] = set()
         self.on_warmup: Callable[[pb.WarmupRequest], pb.WarmupResponse] | None = None
         self.prefill_budget = 1 << 30
         self.tokenizer = build_tokenizer()
@@ -200,7 +206,9 @@ class FakeShard(TextGenerationServiceServicer):
         self.calls.append((call, detail))
         if call in {"Prefill", "Decode"}:
             await self.gate.wait()
-        if call in self.fail_next:
+        if call in self.fail_next and self.skip_failures:
+            self.skip_failures -= 1
+        elif call in self.fail_next:
             for batch_id in dropped or ():
                 if batch_id is not None:
                     self.batches.pop(batch_id, None)
@@ -300,6 +308,7 @@ class FakeShard(TextGenerationServiceServicer):
         eos = texts is not None and n >= len(texts)
         text = EOS_TEXT if eos else texts[n] if texts is not None else f"w{n} "
         r.made.append("" if eos else text)
+        self.reported.add((r.request.id, n + 1))
         top = r.request.top_n_tokens
         generation = pb.Generation(
             request_id=r.request.id,
