@@ -18,7 +18,14 @@ from dataclasses import replace
 
 import torch
 
-from deepseek_tgi.adapters.awq.format import AWQ_VERSIONS, PACK_QUANTIZED, AwqFormat, DenseWeight, Int4Weight
+from deepseek_tgi.adapters.awq.format import (
+    AWQ_VERSIONS,
+    NIBBLES_PER_WORD,
+    PACK_QUANTIZED,
+    AwqFormat,
+    DenseWeight,
+    Int4Weight,
+)
 from deepseek_tgi.adapters.awq.unpack import unpack
 from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.model_config import ModelConfig
@@ -139,10 +146,14 @@ class QuantPlan:
         self.checkpoint.require([f"{module}.{layout.scales}"])
         if self.settings.zero_point:
             self.checkpoint.require([f"{module}.{layout.zeros}"])
+        self._group_size(module, self._plain_input_side(module, layout))
+
+    def _plain_input_side(self, module: str, layout: AwqFormat) -> int | None:
+        """K by the headers alone, where they are sure of it: not for a packed (maybe padded) or contradictory side."""
         stored = self.checkpoint.shape(f"{module}.{layout.weight}")
-        # Words of eight may hide padding on a packed input side: there, divisibility waits for the model's own K.
-        exact = layout.input_major and len(stored) == 2
-        self._group_size(module, stored[0] if exact else None)
+        scales = self.checkpoint.shape(f"{module}.{layout.scales}")
+        sure = layout.input_major and len(stored) == len(scales) == 2 and scales[1] == stored[1] * NIBBLES_PER_WORD
+        return stored[0] if sure else None
 
     def _group_size(self, module: str, in_features: int | None) -> int:
         """The real group size of a layer; without `in_features`, only signs are judged (and 0 returned)."""
