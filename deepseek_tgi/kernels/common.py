@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
+from typing import NoReturn
 
 import torch
 
@@ -69,10 +70,9 @@ class PackedDense(ABC):
         """Rows `ids [T] int64` as `[T, K] float32`: a tied embedding reads the head's own storage."""
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise `GenerationError(message)` unless `condition`: a caller handed a kernel something it does not take."""
-    if not condition:
-        raise GenerationError(message)
+def refuse(message: str) -> NoReturn:
+    """Raise `GenerationError(message)`: a caller handed a kernel something it does not take."""
+    raise GenerationError(message)
 
 
 def describe(name: str, tensor: torch.Tensor) -> str:
@@ -112,21 +112,14 @@ def check_linear(
 ) -> None:
     """Check the operands of `out = x @ w.T + bias + residual`. Raises `GenerationError`."""
     in_features, out_features = w.in_features, w.out_features
-    require(
-        x.dim() == 2 and x.dtype == torch.float32 and x.shape[1] == in_features,
-        f"linear: got {describe('x', x)}, expected [M, {in_features}] float32",
-    )
-    if bias is not None:
-        require(
-            bias.dtype == torch.float32 and tuple(bias.shape) == (out_features,),
-            f"linear: got {describe('bias', bias)}, expected [{out_features}] float32",
-        )
+    if not (x.dim() == 2 and x.dtype == torch.float32 and x.shape[1] == in_features):
+        refuse(f"linear: got {describe('x', x)}, expected [M, {in_features}] float32")
+    if bias is not None and not (bias.dtype == torch.float32 and tuple(bias.shape) == (out_features,)):
+        refuse(f"linear: got {describe('bias', bias)}, expected [{out_features}] float32")
+    shape = (x.shape[0], out_features)
     for name, tensor in (("residual", residual), ("out", out)):
-        if tensor is not None:
-            require(
-                tensor.dtype == torch.float32 and tuple(tensor.shape) == (x.shape[0], out_features),
-                f"linear: got {describe(name, tensor)}, expected [{x.shape[0]}, {out_features}] float32",
-            )
+        if tensor is not None and (tensor.dtype != torch.float32 or tuple(tensor.shape) != shape):
+            refuse(f"linear: got {describe(name, tensor)}, expected {list(shape)} float32")
 
 
 def finish_linear(

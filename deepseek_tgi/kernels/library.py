@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import Structure, c_float, c_int64, c_void_p
+from ctypes import Structure, c_double, c_float, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from deepseek_tgi.kernels.compiler import BuildError, build
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["BuildError", "DenseWeight", "NativeLibrary", "Pages", "QuantWeight", "load"]
+__all__ = ["AttentionCall", "BuildError", "DenseWeight", "NativeLibrary", "Pages", "QuantWeight", "load"]
 
 LONG_CALL_ROWS = 32
 """From this many rows on, a call may take milliseconds and releases the interpreter lock."""
@@ -51,6 +51,18 @@ class Pages(Structure):
     ]
 
 
+class AttentionCall(Structure):
+    """`AttentionCall` of native/api.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "k", "v", "out", "cos_sin", "positions", "slots")),
+        *((name, c_void_p) for name in ("cu_seqlens", "block_tables", "cache_lens")),
+        *((name, c_int64) for name in ("tokens", "requests", "table_stride", "heads", "q_row", "k_row", "v_row")),
+        *((name, c_int64) for name in ("rotary", "num_threads")),
+        ("scale", c_double),
+    ]
+
+
 _P, _I, _F = c_void_p, c_int64, c_float
 _SIGNATURES: dict[str, list[Any]] = {
     "dstgi_quant_linear": [_P, _P, _I, _I, _P, _P, _P, _I, _P, _F],
@@ -62,6 +74,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dstgi_silu_mul": [_P, _P, _I, _I, _I],
     "dstgi_rope": [_P, _P, _P, _P, *[_I] * 9],
     "dstgi_kv_write": [_P, _P, _P, _P, *[_I] * 6],
+    "dstgi_qkv_attention": [_P, _P, _P, _P, _F],
     "dstgi_paged_attention": [_P, _P, _P, _P, _P, _P, *[_I] * 4, _F, _I],
 }
 

@@ -15,6 +15,7 @@ from deepseek_tgi.kernels.embedding import Embedding
 from deepseek_tgi.kernels.int4_linear import Int4Linear, NormInt4Linear, PackInt4, SiluInt4Linear
 from deepseek_tgi.kernels.kv_write import KvWrite
 from deepseek_tgi.kernels.paged_attention import PagedAttention
+from deepseek_tgi.kernels.qkv_attention import QkvAttention
 from deepseek_tgi.kernels.rms_norm import RmsNorm
 from deepseek_tgi.kernels.rope import Rope
 from deepseek_tgi.kernels.silu_mul import SiluMul
@@ -49,6 +50,7 @@ class KernelSet:
     silu_mul: SiluMul
     kv_write: KvWrite
     paged_attention: PagedAttention
+    qkv_attention: QkvAttention
     embedding: Embedding
 
 
@@ -59,6 +61,7 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
     from deepseek_tgi.kernels.int4_linear import reference as int4
     from deepseek_tgi.kernels.kv_write import reference as kv
     from deepseek_tgi.kernels.paged_attention import reference as attention
+    from deepseek_tgi.kernels.qkv_attention.composed import ComposedQkvAttention
     from deepseek_tgi.kernels.rms_norm import reference as norm
     from deepseek_tgi.kernels.rope import reference as rope
     from deepseek_tgi.kernels.silu_mul import reference as silu
@@ -79,6 +82,7 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
         silu_mul=silu.silu_mul,
         kv_write=kv.kv_write,
         paged_attention=attention.paged_attention,
+        qkv_attention=ComposedQkvAttention(norm.rms_norm, rope.rope, kv.kv_write, attention.paged_attention),
         embedding=embedding.embedding,
     )
 
@@ -90,6 +94,7 @@ def _torch(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Kernel
     from deepseek_tgi.kernels.int4_linear import fused
     from deepseek_tgi.kernels.kv_write import cpu as kv
     from deepseek_tgi.kernels.paged_attention import cpu as attention
+    from deepseek_tgi.kernels.qkv_attention.composed import ComposedQkvAttention
     from deepseek_tgi.kernels.rms_norm import cpu as norm
     from deepseek_tgi.kernels.rope import cpu as rope
     from deepseek_tgi.kernels.silu_mul import cpu as silu
@@ -110,6 +115,7 @@ def _torch(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Kernel
         silu_mul=silu.silu_mul,
         kv_write=kv.kv_write,
         paged_attention=attention.paged_attention,
+        qkv_attention=ComposedQkvAttention(norm.rms_norm, rope.rope, kv.kv_write, attention.paged_attention),
         embedding=embedding.embedding,
     )
 
@@ -121,6 +127,7 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
     from deepseek_tgi.kernels.int4_linear import native as int4
     from deepseek_tgi.kernels.kv_write import native as kv
     from deepseek_tgi.kernels.paged_attention import native as attention
+    from deepseek_tgi.kernels.qkv_attention import native as qkv
     from deepseek_tgi.kernels.rms_norm import native as norm
     from deepseek_tgi.kernels.rope import native as rope
     from deepseek_tgi.kernels.silu_mul import native as silu
@@ -142,6 +149,7 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
         silu_mul=silu.SiluMulOp(library, num_threads),
         kv_write=kv.KvWriteOp(library, num_threads),
         paged_attention=attention.PagedAttentionOp(library, num_threads),
+        qkv_attention=qkv.QkvAttentionOp(library, num_threads),
         embedding=embedding.embedding,
     )
 

@@ -1,7 +1,7 @@
 """Dense linear on the C++ library: activations stay float32, weights stay as the checkpoint has them where it matters.
 
 Choice: bfloat16 and float16 weights keep their own 16 bits; float32 weights become bfloat16 under bfloat16 compute. A
-large weight (an output head) that already lies on an int8 grid of 32 is stored so: heads imported from Q8_0 files do, and
+large weight (an output head) that already lies on an int8 grid of 32 is stored so: heads from Q8_0 files do, and
 reading half the bytes takes half the time. The test is of every weight, within one bfloat16 step, and applies under
 bfloat16 compute only. Rejected: int8 for any head; on weights that do not lie on such a grid it costs 0.4% each.
 """
@@ -19,7 +19,7 @@ from deepseek_tgi.kernels.common import (
     check_dense,
     check_linear,
     describe,
-    require,
+    refuse,
 )
 from deepseek_tgi.kernels.library import LONG_CALL_ROWS, DenseWeight, NativeLibrary, QuantWeight
 from deepseek_tgi.kernels.quant_layout import TILE, block_width, in_tiles, padded_tiles
@@ -156,8 +156,8 @@ class DenseOps:
         """See the contract; all operands are contiguous."""
         check_linear(x, w, bias, residual, out)
         for name, tensor in (("x", x), ("residual", residual), ("out", out)):
-            if tensor is not None:
-                require(tensor.is_contiguous(), f"dense_linear: {describe(name, tensor)} is not contiguous")
+            if tensor is not None and not tensor.is_contiguous():
+                refuse(f"dense_linear: {describe(name, tensor)} is not contiguous")
         rows = x.shape[0]
         y = torch.empty(rows, w.out_features) if out is None else out
         call = self.library.quick if rows < LONG_CALL_ROWS else self.library.slow

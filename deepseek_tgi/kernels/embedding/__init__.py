@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from deepseek_tgi.kernels.common import PackedDense, describe, require
+from deepseek_tgi.kernels.common import PackedDense, describe, refuse
 
 __all__ = ["Embedding", "check_embedding"]
 
@@ -23,7 +23,9 @@ class Embedding(Protocol):
 
 def check_embedding(ids: torch.Tensor, rows: int) -> None:
     """Raise `GenerationError` for ids that are not int64 or lie outside the table."""
-    require(ids.dim() == 1 and ids.dtype == torch.int64, f"embedding: got {describe('ids', ids)}, expected [T] int64")
+    if not (ids.dim() == 1 and ids.dtype == torch.int64):
+        refuse(f"embedding: got {describe('ids', ids)}, expected [T] int64")
     if ids.numel():
         low, high = int(ids.min()), int(ids.max())
-        require(low >= 0 and high < rows, f"embedding: got ids from {low} to {high}, expected 0 to {rows - 1}")
+        if not (low >= 0 and high < rows):
+            refuse(f"embedding: got ids from {low} to {high}, expected 0 to {rows - 1}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_tgi.kernels.common import ComputeDtype, PackedInt4, check_int4, check_linear, describe, require
+from deepseek_tgi.kernels.common import ComputeDtype, PackedInt4, check_int4, check_linear, describe, refuse
 from deepseek_tgi.kernels.library import LONG_CALL_ROWS, NativeLibrary, QuantWeight
 from deepseek_tgi.kernels.quant_layout import block_width, exact_scales, in_tiles, padded_tiles
 
@@ -80,8 +80,8 @@ def _refuse(
     """Raise with the reason; called when a cheap test failed."""
     check_linear(x, w, bias, residual, out)
     for name, tensor in (("x", x), ("residual", residual), ("out", out)):
-        if tensor is not None:
-            require(tensor.is_contiguous(), f"int4_linear: {describe(name, tensor)} is not contiguous")
+        if tensor is not None and not tensor.is_contiguous():
+            refuse(f"int4_linear: {describe(name, tensor)} is not contiguous")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,5 +164,5 @@ class Int4Ops:
             or gate_up.dtype is not _F32
             or not gate_up.is_contiguous()
         ):
-            require(False, f"silu_int4_linear: got {describe('gate_up', gate_up)}, expected [M, {2 * w.in_features}]")
+            refuse(f"silu_int4_linear: got {describe('gate_up', gate_up)}, expected [M, {2 * w.in_features}]")
         return self._run(gate_up, w, bias, residual, out, prologue=(_SILU, None, 0.0))

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from deepseek_tgi.kernels.common import describe, require
+from deepseek_tgi.kernels.common import describe, refuse
 from deepseek_tgi.kernels.pages import LayerPages
 
 __all__ = ["KvWrite", "check_kv_write"]
@@ -27,13 +27,10 @@ def check_kv_write(pages: LayerPages, k: torch.Tensor, v: torch.Tensor, slots: t
     """Raise `GenerationError` for operands that do not fit or a slot beyond the pool."""
     for name, x, page in (("k", k, pages.k), ("v", v, pages.v)):
         expected = (slots.shape[0], page.shape[1], page.shape[3])
-        require(
-            x.dtype == torch.float32 and tuple(x.shape) == expected,
-            f"kv_write: got {describe(name, x)}, expected {list(expected)} float32",
-        )
-    require(
-        slots.dim() == 1 and slots.dtype == torch.int64,
-        f"kv_write: got {describe('slots', slots)}, expected [T] int64",
-    )
+        if not (x.dtype == torch.float32 and tuple(x.shape) == expected):
+            refuse(f"kv_write: got {describe(name, x)}, expected {list(expected)} float32")
+    if not (slots.dim() == 1 and slots.dtype == torch.int64):
+        refuse(f"kv_write: got {describe('slots', slots)}, expected [T] int64")
     highest = int(slots.max()) if slots.numel() else -1
-    require(highest < pages.num_slots, f"kv_write: got slot {highest}, expected below {pages.num_slots}")
+    if not (highest < pages.num_slots):
+        refuse(f"kv_write: got slot {highest}, expected below {pages.num_slots}")

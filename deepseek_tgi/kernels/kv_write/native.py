@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_tgi.kernels.common import describe, require
+from deepseek_tgi.kernels.common import describe, refuse
 from deepseek_tgi.kernels.kv_write import check_kv_write
 from deepseek_tgi.kernels.library import NativeLibrary
 from deepseek_tgi.kernels.native_pages import native_pages
@@ -24,9 +24,8 @@ class KvWriteOp:
         """See the contract."""
         check_kv_write(pages, k, v, slots)
         for name, x in (("k", k), ("v", v)):
-            require(
-                x.stride(2) == 1, f"kv_write: {describe(name, x)} has strides {x.stride()}, expected the last dense"
-            )
+            if x.stride(2) != 1:
+                refuse(f"kv_write: {describe(name, x)} has strides {x.stride()}, expected the last dense")
         self.library.quick.dstgi_kv_write(
             native_pages(pages).address, k.data_ptr(), v.data_ptr(), slots.data_ptr(), slots.shape[0], k.stride(0),
             k.stride(1), v.stride(0), v.stride(1), self.num_threads,

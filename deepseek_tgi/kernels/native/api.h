@@ -35,5 +35,18 @@ struct Pages {
   char *k, *v, *k_scale, *v_scale;
 };
 
+// Operands of a step's attention that all layers share; `_row` strides in floats, `rotary` elements of a head rotate.
+struct AttentionCall {
+  float *q, *k;
+  const float* v;
+  float* out;
+  const float* cos_sin;
+  const int32_t* positions;
+  const int64_t* slots;
+  const int32_t *cu_seqlens, *block_tables, *cache_lens;
+  int64_t tokens, requests, table_stride, heads, q_row, k_row, v_row, rotary, num_threads;
+  double scale;
+};
+
 // What is done to the rows of x before the product.
 enum Prologue : int64_t { PLAIN = 0, NORM = 1, SILU = 2 };

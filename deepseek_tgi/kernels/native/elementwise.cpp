@@ -7,7 +7,7 @@
 namespace dstgi {
 namespace {
 
-constexpr int64_t PARALLEL_FROM = 16384;  // elements below which waking other threads costs more than it gives
+constexpr int64_t PARALLEL_FROM = 8192;  // elements below which waking other threads costs more than it gives
 
 int threads_for(int64_t elements, int64_t num_threads) {
   return elements < PARALLEL_FROM ? 1 : static_cast<int>(num_threads);

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from deepseek_tgi.core import ForwardInputs
-from deepseek_tgi.kernels.common import describe, require
+from deepseek_tgi.kernels.common import describe, refuse
 from deepseek_tgi.kernels.pages import LayerPages
 
 __all__ = ["PagedAttention", "check_paged_attention"]
@@ -35,25 +35,22 @@ class PagedAttention(Protocol):
 def check_paged_attention(q: torch.Tensor, pages: LayerPages, inputs: ForwardInputs, out: torch.Tensor | None) -> None:
     """Raise `GenerationError` for operands that do not fit. The values in `inputs` are the engine's promise."""
     heads, width = pages.k.shape[1], pages.k.shape[3]
-    require(
-        q.dim() == 3 and q.dtype == torch.float32 and q.shape[2] == width and q.shape[1] % heads == 0,
-        f"paged_attention: got {describe('q', q)}, expected [T, multiple of {heads}, {width}] float32",
-    )
+    if not (q.dim() == 3 and q.dtype == torch.float32 and q.shape[2] == width and q.shape[1] % heads == 0):
+        refuse(f"paged_attention: got {describe('q', q)}, expected [T, multiple of {heads}, {width}] float32")
     for name, tensor in (
         ("cu_seqlens", inputs.cu_seqlens),
         ("block_tables", inputs.block_tables),
         ("cache_lens", inputs.cache_lens),
     ):
-        require(tensor.dtype == torch.int32, f"paged_attention: got {describe(name, tensor)}, expected int32")
+        if tensor.dtype != torch.int32:
+            refuse(f"paged_attention: got {describe(name, tensor)}, expected int32")
     needed = -(-inputs.max_context // pages.block_size)
-    require(
-        inputs.block_tables.shape[1] >= needed or q.shape[0] == 0,
-        f"paged_attention: got {describe('block_tables', inputs.block_tables)}, expected {needed} columns or more "
-        f"for a context of {inputs.max_context}",
-    )
+    if not (inputs.block_tables.shape[1] >= needed or q.shape[0] == 0):
+        refuse(
+            f"paged_attention: got {describe('block_tables', inputs.block_tables)}, expected {needed} columns or more "
+            f"for a context of {inputs.max_context}"
+        )
     if out is not None:
         shape = (q.shape[0], q.shape[1], pages.v.shape[3])
-        require(
-            tuple(out.shape) == shape and out.dtype == torch.float32 and out.is_contiguous(),
-            f"paged_attention: got {describe('out', out)}, expected {list(shape)} float32, contiguous",
-        )
+        if not (tuple(out.shape) == shape and out.dtype == torch.float32 and out.is_contiguous()):
+            refuse(f"paged_attention: got {describe('out', out)}, expected {list(shape)} float32, contiguous")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_tgi.core import ForwardInputs
-from deepseek_tgi.kernels.common import describe, require
+from deepseek_tgi.kernels.common import describe, refuse
 from deepseek_tgi.kernels.library import LONG_CALL_ROWS, NativeLibrary
 from deepseek_tgi.kernels.native_pages import native_pages
 from deepseek_tgi.kernels.paged_attention import check_paged_attention
@@ -32,7 +32,7 @@ class PagedAttentionOp:
         """See the contract."""
         check_paged_attention(q, pages, inputs, out)
         if q.stride(2) != 1 or q.stride(1) != q.shape[2] or inputs.block_tables.stride(1) != 1:
-            require(False, f"paged_attention: {describe('q', q)} has strides {q.stride()}, expected dense heads")
+            refuse(f"paged_attention: {describe('q', q)} has strides {q.stride()}, expected dense heads")
         rows, heads = q.shape[0], q.shape[1]
         y = torch.empty(rows, heads, pages.v.shape[3]) if out is None else out
         call = self.library.quick if rows < LONG_CALL_ROWS else self.library.slow

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from deepseek_tgi.kernels.common import describe, require
+from deepseek_tgi.kernels.common import describe, refuse
 
 __all__ = ["RmsNorm", "check_rms_norm"]
 
@@ -26,16 +26,12 @@ class RmsNorm(Protocol):
 
 def check_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
     """Raise `GenerationError` for operands that do not fit."""
-    require(
-        x.dtype == torch.float32 and x.dim() in (2, 3) and x.stride(-1) == 1,
-        f"rms_norm: got {describe('x', x)} with strides {x.stride()}, expected [T, H] or [T, n, D] float32, last dense",
-    )
-    require(
-        weight.dtype == torch.float32 and tuple(weight.shape) == (x.shape[-1],),
-        f"rms_norm: got {describe('weight', weight)}, expected [{x.shape[-1]}] float32",
-    )
-    if out is not None:
-        require(
-            out.shape == x.shape and out.dtype == torch.float32 and out.stride(-1) == 1,
-            f"rms_norm: got {describe('out', out)}, expected {list(x.shape)} float32",
+    if not (x.dtype == torch.float32 and x.dim() in (2, 3) and x.stride(-1) == 1):
+        refuse(
+            f"rms_norm: got {describe('x', x)} with strides {x.stride()}, "
+            "expected [T, H] or [T, n, D] float32, last axis dense"
         )
+    if not (weight.dtype == torch.float32 and tuple(weight.shape) == (x.shape[-1],)):
+        refuse(f"rms_norm: got {describe('weight', weight)}, expected [{x.shape[-1]}] float32")
+    if out is not None and not (out.shape == x.shape and out.dtype == torch.float32 and out.stride(-1) == 1):
+        refuse(f"rms_norm: got {describe('out', out)}, expected {list(x.shape)} float32")

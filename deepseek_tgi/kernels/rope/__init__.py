@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from deepseek_tgi.kernels.common import describe, require
+from deepseek_tgi.kernels.common import describe, refuse
 
 __all__ = ["Rope", "check_rope"]
 
@@ -26,19 +26,21 @@ class Rope(Protocol):
 def check_rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """Raise `GenerationError` for operands that do not fit. The values of `positions` are the caller's promise."""
     for name, x in (("q", q), ("k", k)):
-        require(
-            x.dim() == 3 and x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == x.shape[2],
-            f"rope: got {describe(name, x)} with strides {x.stride()}, expected [T, heads, D] float32 with dense heads",
-        )
-    require(
-        positions.dtype == torch.int32 and tuple(positions.shape) == (q.shape[0],) and k.shape[0] == q.shape[0],
-        f"rope: got {describe('positions', positions)}, expected [{q.shape[0]}] int32",
-    )
-    require(
+        if not (x.dim() == 3 and x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == x.shape[2]):
+            refuse(
+                f"rope: got {describe(name, x)} with strides {x.stride()}, "
+                "expected [T, heads, D] float32 with dense heads"
+            )
+    if not (positions.dtype == torch.int32 and tuple(positions.shape) == (q.shape[0],) and k.shape[0] == q.shape[0]):
+        refuse(f"rope: got {describe('positions', positions)}, expected [{q.shape[0]}] int32")
+    if not (
         cos_sin.dtype == torch.float32
         and cos_sin.dim() == 2
         and cos_sin.is_contiguous()
         and cos_sin.shape[1] % 2 == 0
-        and cos_sin.shape[1] <= min(q.shape[2], k.shape[2]),
-        f"rope: got {describe('cos_sin', cos_sin)}, expected [positions, R] float32, R even and at most {q.shape[2]}",
-    )
+        and cos_sin.shape[1] <= min(q.shape[2], k.shape[2])
+    ):
+        refuse(
+            f"rope: got {describe('cos_sin', cos_sin)}, "
+            f"expected [positions, R] float32, R even and at most {q.shape[2]}"
+        )

@@ -1,0 +1,47 @@
+"""All that happens between the fused q/k/v projection and the output projection, in one call.
+
+`qkv_attention(q [T, H, D], k [T, G, D], v [T, G, Dv], pages, inputs, cos_sin, scale, out=[T, H, Dv], head_norms=None)`
+normalises each head of q and k (if asked), rotates both in place, stores k and v in the pages, and attends. Its bits
+are those of `rms_norm`, `rope`, `kv_write` and `paged_attention` one after the other; a decode step makes one call a
+layer instead of three to five. Every layer of a step passes the same `inputs` and usually the same buffers: what was
+derived from them is kept for the next call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.pages import LayerPages
+
+__all__ = ["HeadNorms", "QkvAttention"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norm of each query and key head before rotation (Qwen3). Shapes: `q`, `k` `[D] float32`, dense."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+
+
+class QkvAttention(Protocol):
+    """See the module's docstring."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: LayerPages,
+        inputs: ForwardInputs,
+        *,
+        cos_sin: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        head_norms: HeadNorms | None = None,
+    ) -> torch.Tensor: ...
