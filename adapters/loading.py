@@ -12,7 +12,7 @@ import torch
 
 from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.layers.head import Head
-from deepseek_tgi.adapters.layers.linear import Linear
+from deepseek_tgi.adapters.layers.linear import DenseLinear, Linear
 from deepseek_tgi.adapters.layers.part import Part
 from deepseek_tgi.adapters.layers.rope import RopeTable
 from deepseek_tgi.adapters.model_config import ModelConfig
@@ -58,7 +58,7 @@ def _load_ends(config: ModelConfig, source: WeightSource) -> tuple[torch.Tensor 
     """The embedding table and the output matrix; one storage for both when tied."""
     head = source.output_head(HEAD, EMBEDDING, config)
     if config.tie_word_embeddings:
-        assert isinstance(head.weight, PackedDense), "a tied head is the dense embedding"
+        assert isinstance(head, DenseLinear), "a tied head is the dense embedding"
         return head.weight, head
     return source.table(EMBEDDING, HEAD, config), head
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from deepseek_tgi.adapters.awq.format import DenseWeight, Int4Weight
-from deepseek_tgi.adapters.layers.linear import Linear, PackedLinear, SplitLinear
+from deepseek_tgi.adapters.layers.linear import DenseLinear, Int4Linear, Linear, SplitLinear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
 from deepseek_tgi.adapters.model_config import ModelConfig
 from deepseek_tgi.adapters.quantization import QuantPlan
@@ -36,14 +36,16 @@ class WeightSource:
         Raises: `CheckpointError` for a tensor that is missing or of another shape, naming it.
         """
         weights = self._read(names, widths, in_features, bias)
-        return self._pack(weights[0]) if len(weights) == 1 else SplitLinear([self._pack(w) for w in weights])
+        return (
+            self._pack(weights[0]) if len(weights) == 1 else SplitLinear(self.kernels, [self._pack(w) for w in weights])
+        )
 
     def norm(self, name: str, size: int, eps: float) -> RmsNorm:
         """The norm `name`, whose weight is kept in float32."""
         weight = self._plan.tensor(f"{name}.weight", (size,)).to(torch.float32, copy=True)
         return RmsNorm(self.kernels.rms_norm, weight, eps)
 
-    def output_head(self, head: str, embedding: str, config: ModelConfig) -> PackedLinear:
+    def output_head(self, head: str, embedding: str, config: ModelConfig) -> DenseLinear | Int4Linear:
         """The output matrix `[V, H]`: module `head`, or the embedding where they are tied."""
         shape = (config.vocab_size, config.hidden_size)
         return self._pack(self._plan.output_head(head, embedding, shape, config.tie_word_embeddings))
@@ -69,9 +71,9 @@ class WeightSource:
             return [DenseWeight.cat(dense)]
         return weights
 
-    def _pack(self, weight: Int4Weight | DenseWeight) -> PackedLinear:
+    def _pack(self, weight: Int4Weight | DenseWeight) -> DenseLinear | Int4Linear:
         bias = None if weight.bias is None else weight.bias.to(torch.float32, copy=True)
         if isinstance(weight, Int4Weight):
             packed = self.kernels.pack_int4(weight.codes, weight.zeros, weight.scales, weight.group_size)
-            return PackedLinear(self.kernels.int4_linear, packed, bias)
-        return PackedLinear(self.kernels.dense_linear, self.kernels.pack_dense(weight.weight), bias)
+            return Int4Linear(self.kernels, packed, bias)
+        return DenseLinear(self.kernels, self.kernels.pack_dense(weight.weight), bias)

@@ -84,8 +84,7 @@ class Attention(Part):
         normed, qkv, q, k, v, context, context_rows = buffers
         weights, kernels, inputs = self._weights, self._kernels, step.inputs
         pages = step.pages[self._layer]
-        weights.norm(hidden, normed)
-        weights.qkv(normed, None, qkv)
+        weights.qkv.after_norm(hidden, weights.norm, normed, qkv)
         if weights.q_norm is not None and weights.k_norm is not None:
             weights.q_norm(q, q)
             weights.k_norm(k, k)

@@ -1,71 +1,123 @@
-"""One matrix product of a layer, whatever its stored format; several modules may be fused along their outputs."""
+"""One matrix product of a layer, whatever its stored format; several modules may be fused along their outputs.
+
+What comes before a product (a norm, the gated activation) is handed to it, since a kernel may do both in one pass; the
+bits are the same either way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
+from deepseek_tgi.adapters.layers.norm import RmsNorm
 from deepseek_tgi.kernels.common import PackedDense, PackedInt4
-
-Kernel = Callable[[torch.Tensor, Any, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
-"""`kernel(x, weight, bias, residual, out)`."""
+from deepseek_tgi.kernels.select import KernelSet
 
 
-class Linear(Protocol):
-    """`out = x W^T + bias (+ residual)`; `out` and `residual` may be the same tensor."""
+class Linear(ABC):
+    """`out = x W^T + bias (+ residual)`; `out` and `residual` may be the same tensor.
+
+    Shapes: `x [T, K]`, `residual`/`out [T, N]`, all float32 and dense. `scratch` has the shape of the product's input.
+    """
+
+    def __init__(self, kernels: KernelSet) -> None:
+        self._silu_mul = kernels.silu_mul
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of the packed weight and bias."""
 
+    @abstractmethod
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-        """Shapes: `x [T, K]`, `residual`/`out [T, N]`, all float32 and dense."""
+        """The product alone."""
+
+    def after_norm(self, x: torch.Tensor, norm: RmsNorm, scratch: torch.Tensor, out: torch.Tensor) -> None:
+        """The product of `norm(x)`."""
+        self(norm(x, scratch), None, out)
+
+    def after_silu(self, gate_up: torch.Tensor, scratch: torch.Tensor, residual: torch.Tensor) -> None:
+        """Add the product of `silu(gate) * up` to `residual`; `gate_up [T, 2K]`."""
+        self(self._silu_mul(gate_up, scratch), residual, residual)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedLinear:
-    """A weight in the form its kernel wants."""
+class DenseLinear(Linear):
+    """A dense weight."""
 
-    kernel: Kernel
-    weight: PackedInt4 | PackedDense
-    bias: torch.Tensor | None
+    def __init__(self, kernels: KernelSet, weight: PackedDense, bias: torch.Tensor | None) -> None:
+        super().__init__(kernels)
+        self._kernel = kernels.dense_linear
+        self.weight = weight
+        self.bias = bias
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weight and bias."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.numel() * 4)
+        """See `Linear`."""
+        return self.weight.nbytes + _bias_bytes(self.bias)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         """See `Linear`."""
-        return self.kernel(x, self.weight, self.bias, residual, out)
+        return self._kernel(x, self.weight, self.bias, residual, out)
 
 
-@dataclass(frozen=True, slots=True)
-class SplitLinear:
+class Int4Linear(Linear):
+    """An INT4 weight; norm and activation ride in the product's kernel."""
+
+    def __init__(self, kernels: KernelSet, weight: PackedInt4, bias: torch.Tensor | None) -> None:
+        super().__init__(kernels)
+        self._kernel = kernels.int4_linear
+        self._norm_kernel = kernels.norm_int4_linear
+        self._silu_kernel = kernels.silu_int4_linear
+        self.weight = weight
+        self.bias = bias
+
+    @property
+    def nbytes(self) -> int:
+        """See `Linear`."""
+        return self.weight.nbytes + _bias_bytes(self.bias)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        """See `Linear`."""
+        return self._kernel(x, self.weight, self.bias, residual, out)
+
+    def after_norm(self, x: torch.Tensor, norm: RmsNorm, scratch: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Linear`."""
+        self._norm_kernel(x, norm.weight, norm.eps, self.weight, bias=self.bias, out=out)
+
+    def after_silu(self, gate_up: torch.Tensor, scratch: torch.Tensor, residual: torch.Tensor) -> None:
+        """See `Linear`."""
+        self._silu_kernel(gate_up, self.weight, self.bias, residual, residual)
+
+
+class SplitLinear(Linear):
     """Modules that should be fused but are stored differently (one dense, one packed): run one by one.
 
     Takes one temporary a module; only checkpoints that mix formats within a layer pay it.
     """
 
-    parts: Sequence[PackedLinear]
+    def __init__(self, kernels: KernelSet, parts: Sequence[DenseLinear | Int4Linear]) -> None:
+        super().__init__(kernels)
+        self._parts = parts
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.nbytes for part in self.parts)
+        """See `Linear`."""
+        return sum(part.nbytes for part in self._parts)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         """See `Linear`."""
         at = 0
-        for part in self.parts:
+        for part in self._parts:
             end = at + part.weight.out_features
-            own = x.new_empty(x.shape[0], part.weight.out_features)
-            part(x, None, own)
+            own = part(x, None, x.new_empty(x.shape[0], part.weight.out_features))
             if residual is not None:
                 own += residual[:, at:end]
             out[:, at:end] = own
             at = end
         return out
+
+
+def _bias_bytes(bias: torch.Tensor | None) -> int:
+    return 0 if bias is None else bias.nbytes

@@ -16,11 +16,10 @@ from deepseek_tgi.adapters.weights import WeightSource
 class Mlp(Part):
     """A dense gated MLP with its norm."""
 
-    def __init__(self, norm: RmsNorm, gate_up: Linear, down: Linear, intermediate_size: int, silu_mul: Any) -> None:
+    def __init__(self, norm: RmsNorm, gate_up: Linear, down: Linear, intermediate_size: int) -> None:
         self._norm = norm
         self._gate_up = gate_up
         self._down = down
-        self._silu_mul = silu_mul
         self._widths = (norm.size, 2 * intermediate_size, intermediate_size)
 
     @classmethod
@@ -33,7 +32,6 @@ class Mlp(Part):
             source.linear(names, (inner, inner), hidden, mlp.bias),
             source.linear((f"{name}.down_proj",), (hidden,), inner, mlp.bias),
             inner,
-            source.kernels.silu_mul,
         )
 
     @property
@@ -58,7 +56,5 @@ class Mlp(Part):
     def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
         """See `Part`."""
         normed, gate_up, inner = buffers
-        self._norm(hidden, normed)
-        self._gate_up(normed, None, gate_up)
-        self._silu_mul(gate_up, inner)
-        self._down(inner, hidden, hidden)
+        self._gate_up.after_norm(hidden, self._norm, normed, gate_up)
+        self._down.after_silu(gate_up, inner, hidden)
