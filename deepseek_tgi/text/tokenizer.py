@@ -131,7 +131,8 @@ class TextTokenizer:
         Raises: `RequestError` for text that is not valid Unicode.
         """
         _check_unicode(text)
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` keeps Python's lock for as long as a prompt takes; the batch calls let other threads run.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if not truncate or len(ids) <= truncate:
             return ids
         prefix, suffix = (self._prefix, self._suffix) if add_special_tokens else ([], [])
@@ -146,7 +147,7 @@ class TextTokenizer:
         Raises: `RequestError` for text that is not valid Unicode.
         """
         _check_unicode(text)
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         at = range(len(text) + 1)
         byte_at = at if text.isascii() else list(accumulate((len(c.encode()) for c in text), initial=0))
         return [
