@@ -149,13 +149,25 @@ def _merged(answers: list[Any]) -> Any:
 
 
 async def _open(uds_path: str) -> grpc.aio.Channel:
+    """Connect once: a socket that refuses is told at once, one that says nothing after a while."""
     channel = grpc.aio.insecure_channel(f"unix:{uds_path}", options=CHANNEL_OPTIONS)
     try:
-        await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
+        reason = await asyncio.wait_for(_refusal(channel), CONNECT_TIMEOUT_S)
     except (asyncio.TimeoutError, TimeoutError):
+        reason = f"no answer within {CONNECT_TIMEOUT_S:g} s"
+    if reason:
         await channel.close()
         raise NotReadyError(
-            f"{uds_path}: no shard answers on this socket within {CONNECT_TIMEOUT_S:g} s; expected a shard that is "
-            "listening: start it first, or name its socket with --master-shard-uds-path"
-        ) from None
+            f"{uds_path}: cannot connect to a shard: {reason}; expected one that is listening: start it first, or name "
+            "its socket with --master-shard-uds-path"
+        )
     return channel
+
+
+async def _refusal(channel: grpc.aio.Channel) -> str:
+    """Wait until the channel is ready (an empty text) or was refused."""
+    while (state := channel.get_state(try_to_connect=True)) != grpc.ChannelConnectivity.READY:
+        if state in {grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN}:
+            return "the connection was refused"
+        await channel.wait_for_state_change(state)
+    return ""

@@ -43,17 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def serve(config: RouterConfig) -> int:
     """Connect, warm up, serve until told to stop."""
-    listener = bind(config.hostname, config.port)
-    files = await asyncio.to_thread(load_model_files, config)
-    shards = await ShardClient.connect(config.master_shard_uds_path)
-    logger.info("Connected")
-    try:
-        facts = await introduce(shards, config)
-        router = assemble(config, shards, facts, files)
-        return await _run(router, listener, config.graceful_termination_timeout)
-    finally:
-        await shards.close()
-        listener.close()
+    with contextlib.closing(bind(config.hostname, config.port)) as listener:
+        files = await asyncio.to_thread(load_model_files, config)
+        shards = await ShardClient.connect(config.master_shard_uds_path)
+        try:
+            facts = await introduce(shards, config)
+            router = assemble(config, shards, facts, files)
+            return await _run(router, listener, config.graceful_termination_timeout)
+        finally:
+            await shards.close()
 
 
 def bind(hostname: str, port: int) -> socket.socket:

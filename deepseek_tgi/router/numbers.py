@@ -17,7 +17,7 @@ def shortest(value: float) -> float | None:
         return None
     text = f"{value:.8g}"
     if _same(text, value):
-        for digits in (7, 6):
+        for digits in range(7, 0, -1):
             shorter = f"{value:.{digits}g}"
             if not _same(shorter, value):
                 break

@@ -67,7 +67,8 @@ def warmup_request(config: RouterConfig) -> pb.WarmupRequest:
     requests: list[pb.Request] = []
     missing = config.max_batch_prefill_tokens
     while missing > 0 and (config.max_batch_size is None or len(requests) < config.max_batch_size):
-        truncate = min(config.max_input_tokens or missing, missing)
+        longest = config.max_input_tokens or (config.max_total_tokens or missing + 1) - 1
+        truncate = max(1, min(longest, missing))
         requests.append(_warmup_prompt(truncate, config.max_total_tokens, first=not requests))
         missing -= truncate
     return pb.WarmupRequest(
@@ -99,7 +100,7 @@ def _warmup_prompt(truncate: int, max_total_tokens: int | None, first: bool) -> 
             watermark=True,
         ),
         stopping_parameters=pb.StoppingCriteriaParameters(
-            max_new_tokens=max_total_tokens - truncate if max_total_tokens else 1, ignore_eos_token=True
+            max_new_tokens=max(1, (max_total_tokens or 0) - truncate), ignore_eos_token=True
         ),
         prefill_logprobs=True,
         top_n_tokens=20,
