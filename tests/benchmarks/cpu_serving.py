@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from deepseek_tgi.text.tokenizer import TextTokenizer
 
 HERE = Path(__file__).resolve().parent
-PROBE, ANSWER = "Question: What is the capital of France?\nAnswer:", "Paris"
+PROBE, ANSWER = "The capital of France is", "Paris"
 LONG_TOKENS, SHORT_TOKENS, NEW_TOKENS = 512, 16, 64
 STREAMS, STREAM_PROMPT_TOKENS, STREAM_TOKENS = 16, 64, 64
 
@@ -157,9 +157,9 @@ def choose_sides(arguments: argparse.Namespace, scratch: Path) -> Sides:
         raise SystemExit(f"{arguments.llama_python} is not there: python -m tests.peers --with llama")
     gguf: Path | None = arguments.gguf
     if arguments.model == "smollm2":
-        from deepseek_tgi.convert.small_model import ensure_small_gguf, ensure_small_model
+        from deepseek_tgi.convert.small_model import ensure_small_model, small_gguf
 
-        ours, gguf = ensure_small_model(), gguf or ensure_small_gguf()
+        ours, gguf = ensure_small_model(), gguf or small_gguf(scratch)
     elif gguf is None:
         raise SystemExit("--gguf: expected the same model as a GGUF file, since --model is not smollm2")
     else:

@@ -20,13 +20,16 @@ MAX_CONTEXT = 16 * 1024
 MAX_BATCH = 2048
 
 
+@lc.llama_log_callback
+def quiet(_level: int, _text: bytes, _data: ctypes.c_void_p) -> None:
+    """llama.cpp reports every tensor otherwise."""
+
+
 class Llama:
     """One model and one context with room for several sequences."""
 
     def __init__(self, path: str, threads: int, streams: int) -> None:
         lc.llama_backend_init()
-        self._quiet = lc.llama_log_callback(lambda _level, _text, _data: None)
-        lc.llama_log_set(self._quiet, ctypes.c_void_p(0))
         self.model = lc.llama_model_load_from_file(path.encode(), lc.llama_model_default_params())
         if not self.model:
             raise SystemExit(f"llama.cpp cannot load {path}")
@@ -119,6 +122,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--requantise-to")
     arguments = parser.parse_args()
+    lc.llama_log_set(quiet, ctypes.c_void_p(0))
     if arguments.requantise_to:
         requantise(arguments.gguf, arguments.requantise_to)
         return
