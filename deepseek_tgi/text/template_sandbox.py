@@ -107,7 +107,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - jinja's own signature
         """Refuse string methods that would pad or multiply without bound."""
-        owner = getattr(__obj, "__self__", None)
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # `format` comes wrapped by the sandbox
         if isinstance(owner, str) and getattr(__obj, "__name__", "") in _GROWING:
             _check_growth(__obj.__name__, owner, args)
         return super().call(__context, __obj, *args, **kwargs)
@@ -196,7 +196,9 @@ def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, *
 
 
 def _center(value: str, width: int = 80) -> str:
-    return do_center(value, min(width, MAX_CHARACTERS))
+    if width > MAX_CHARACTERS:
+        raise _too_long()
+    return do_center(value, width)
 
 
 def _indent(value: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
