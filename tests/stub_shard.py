@@ -7,6 +7,7 @@ Prefill tells the engine what to do: `sleep 2`, `raise TEXT`, `refuse TEXT`, `fa
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -27,6 +28,7 @@ from deepseek_tgi.errors import BatchNotFoundError, CheckpointError, DeviceError
 from deepseek_tgi.options import Program
 from deepseek_tgi.server.loading import Count
 
+logger = logging.getLogger("deepseek_tgi.stub")
 TIMINGS = StepTimings(forward_ns=3, decode_ns=2, total_ns=5)
 
 
@@ -115,6 +117,7 @@ class StubEngine:
 
     def _obey(self, text: str) -> None:
         word, _, rest = text.partition(" ")
+        logger.info("told to %s", word)
         if word == "sleep":
             time.sleep(float(rest))
         elif word == "raise":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Mapping
 
 from deepseek_tgi.config import DEFAULT_MODEL, LauncherConfig
 from deepseek_tgi.errors import ConfigError, ResourceError
@@ -35,6 +36,18 @@ def check_options(config: LauncherConfig) -> None:
             raise ConfigError(
                 f"--lora-adapters: got {adapter!r}, expected id, id=path, id@revision or id=path@revision"
             )
+
+
+WITHOUT_EFFECT = (
+    *("cuda_graphs", "cuda_memory_fraction", "disable_custom_kernels", "lora_adapters", "ngrok", "speculate"),
+    "trust_remote_code",
+)
+"""Options of TGI that are taken and passed on, and that no process of ours acts on."""
+
+
+def given_without_effect(origins: Mapping[str, str]) -> list[str]:
+    """Where those of `WITHOUT_EFFECT` that somebody gave come from: to be said, not to be swallowed."""
+    return [origins[name] for name in WITHOUT_EFFECT if origins[name] != "default"]
 
 
 def max_input_tokens(config: LauncherConfig) -> int | None:

@@ -15,11 +15,12 @@ from deepseek_tgi.adapters.hub import SMALL_MODEL_ID
 from deepseek_tgi.config import DEFAULT_BACKEND, LauncherConfig, read
 from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.launcher import download, handover, router, shards
-from deepseek_tgi.launcher.check import check_options, check_port
+from deepseek_tgi.launcher.check import check_options, check_port, given_without_effect
 from deepseek_tgi.launcher.model_facts import (
     attention_environment,
     cuda_major,
     local_folder,
+    model_folder,
     num_shards,
     prefill_tokens,
     read_facts,
@@ -93,15 +94,18 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if {"--version", "-V"} & set(argv):
         sys.stdout.write(f"text-generation-launcher (deepseek-tgi {__version__})\n")
         return 0
-    config: LauncherConfig = read(LauncherConfig, PROGRAM, argv, environ).config
+    resolved = read(LauncherConfig, PROGRAM, argv, environ)
+    config: LauncherConfig = resolved.config
     log.configure("tracing" if config.json_output else "plain", config.log_level, environ)
     if config.env:
         logger.info("deepseek-tgi %s, Python %s, %s", __version__, sys.version.split()[0], sys.platform)
     signals = StopSignals()
     signals.install()
     check(config, environ)
+    if ignored := given_without_effect(resolved.origins):
+        logger.warning("Without effect on this backend: %s", ", ".join(ignored))
     model = prepared_model(config.model_id, environ, signals)
-    return launch(make_plan(config, model, environ), signals) if model is not None else 0
+    return launch(config, model, environ, signals) if model is not None else 0
 
 
 def check(config: LauncherConfig, environ: Mapping[str, str]) -> None:
@@ -125,8 +129,8 @@ def prepared_model(model_id: str, environ: Mapping[str, str], signals: StopSigna
 
 
 def make_plan(config: LauncherConfig, model: str, environ: Mapping[str, str]) -> Plan:
-    """Everything that follows from the options and the model's config."""
-    facts = read_facts(local_folder(model))
+    """Everything that follows from the options and the model's config, as far as that is on this machine."""
+    facts = read_facts(model_folder(model, config.revision, environ))
     exported = attention_environment(facts, config.lora_adapters is not None, cuda_major(), environ)
     return Plan(
         config=config,
@@ -139,16 +143,18 @@ def make_plan(config: LauncherConfig, model: str, environ: Mapping[str, str]) ->
     )
 
 
-def launch(plan: Plan, signals: StopSignals) -> int:
+def launch(config: LauncherConfig, model: str, environ: Mapping[str, str], signals: StopSignals) -> int:
     """Run all children until a signal (0) or until one of them ends (raises); stops them all, router first."""
-    paths = [rank_path(plan.config.shard_uds_path, rank) for rank in range(plan.num_shards)]
+    plan = make_plan(config, model, environ)
+    paths = [rank_path(config.shard_uds_path, rank) for rank in range(plan.num_shards)]
     children: list[Child] = []
     try:
         if download.run(plan, signals.stopping):
-            _run_children(plan, children, paths, signals)
+            # Once more: a model of the hub may have been fetched just now.
+            _run_children(make_plan(config, model, environ), children, paths, signals)
     finally:
         for child in children:
-            stop(child, plan.config.graceful_termination_timeout, signals)
+            stop(child, config.graceful_termination_timeout, signals)
         for path in paths:
             remove_stale(path)
     return 128 + signals.received[1] if signals.hurry() else 0
@@ -173,7 +179,7 @@ def stop(child: Child, timeout_s: float, signals: StopSignals) -> None:
         return
     logger.info("Terminating %s", child.spec.name)
     child.terminate()
-    if not child.wait(timeout_s, hurry=signals.hurry):
+    if not child.wait(timeout_s + child.spec.closing_s, hurry=signals.hurry):
         logger.warning("%s did not end in time: killed", child.spec.name)
         child.kill()
         child.wait(10.0)

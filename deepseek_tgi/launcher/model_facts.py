@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepseek_tgi.adapters import hub
 from deepseek_tgi.config import QUANTIZERS, LauncherConfig
-from deepseek_tgi.errors import ConfigError
+from deepseek_tgi.errors import CheckpointError, ConfigError
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 PREFILL_TOKENS = 4096
@@ -136,6 +137,14 @@ def num_shards(config: LauncherConfig) -> int:
             raise ConfigError(f"--sharded true with --num-shard {config.num_shard}: expected --num-shard 2 or more")
         return config.num_shard
     return config.num_shard or 1
+
+
+def model_folder(model_id: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
+    """Where the model lies now; None if it has to be fetched first."""
+    try:
+        return hub.resolve_folder(model_id, revision, environ)
+    except CheckpointError:
+        return None
 
 
 def local_folder(model_id: str) -> Path | None:

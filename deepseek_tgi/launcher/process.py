@@ -26,7 +26,8 @@ class Spec:
     """What to run.
 
     Without `on_stderr` the end of stderr is kept for `stderr_text`; with `shares_stderr` it is our own, and a progress
-    bar is seen. With `holds_stdin` the child gets a pipe whose end tells it that we died.
+    bar is seen. With `holds_stdin` the child gets a pipe whose end tells it that we died. `closing_s` is added to
+    the time it gets after SIGTERM.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Spec:
     on_stderr: OnLine | None = None
     holds_stdin: bool = False
     shares_stderr: bool = False
+    closing_s: float = 0.0
 
 
 def python_argv(module: str, *arguments: str) -> tuple[str, ...]:

@@ -109,13 +109,14 @@ def _open(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def _body(wish: Wish) -> dict[str, Any]:
-    return {"model": "tgi", "messages": [{"role": "user", "content": wish.question}], "stream": True, "max_tokens": 100}
+    messages = [{"role": "user", "content": wish.question}]
+    return {"model": "tgi", "messages": messages, "stream": True, "max_tokens": 100, "temperature": 0}
 
 
 def _answer(wish: Wish) -> Iterator[str]:
     """The pieces of the answer as they come. Raises `ChildError` if the server refuses."""
     try:
-        with _open(f"http://{HOST}:{wish.port}/v1/chat/completions", {**_body(wish), "temperature": 0}) as response:
+        with _open(f"http://{HOST}:{wish.port}/v1/chat/completions", _body(wish)) as response:
             for line in response:
                 data = line.decode(errors="replace").removeprefix("data:").strip()
                 if not line.startswith(b"data:") or data == "[DONE]":

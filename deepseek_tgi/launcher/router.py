@@ -16,6 +16,8 @@ from deepseek_tgi.server.sockets import rank_path
 logger = logging.getLogger(__name__)
 
 STOCK = "text-generation-router"
+CLOSING_S = 5.0
+"""The embedded router uses the whole termination timeout to drain, then tells the streams that are left."""
 
 
 def stock_router(config: LauncherConfig, path: str | None) -> str | None:
@@ -76,27 +78,37 @@ def router_environment(plan: Plan) -> dict[str, str]:
     config = plan.config
     env = dict(plan.environ)
     env["COMPUTE_TYPE"] = env.get("COMPUTE_TYPE") or f"{plan.num_shards}-cpu"
-    secrets = {
+    given = {
         "API_KEY": config.api_key,
         "NGROK_AUTHTOKEN": config.ngrok_authtoken,
         "HF_TOKEN": env.get("HF_API_TOKEN"),
+        "HUGGINGFACE_HUB_CACHE": config.huggingface_hub_cache,
     }
-    return env | {name: value for name, value in secrets.items() if value}
+    return env | {name: value for name, value in given.items() if value}
 
 
 def start(plan: Plan, stock: str | None) -> Child:
     """Start the router; its lines go through as they are."""
     argv = router_argv(plan)
+    extra_s = 0.0
     if stock is None:
         logger.info("Starting embedded router on %s:%d", plan.config.hostname, plan.config.port)
         argv += ["--served-model-id", plan.served_name]
         argv += ["--graceful-termination-timeout", str(plan.config.graceful_termination_timeout)]
         program = python_argv("deepseek_tgi.router")
+        extra_s = CLOSING_S
     else:
         logger.info("Starting %s on %s:%d", stock, plan.config.hostname, plan.config.port)
         program = (stock,)
     return Child(
-        Spec("router", (*program, *argv), router_environment(plan), lambda b: _pass(1, b), lambda b: _pass(2, b))
+        Spec(
+            "router",
+            (*program, *argv),
+            router_environment(plan),
+            on_stdout=lambda line: _pass(1, line),
+            on_stderr=lambda line: _pass(2, line),
+            closing_s=extra_s,
+        )
     )
 
 

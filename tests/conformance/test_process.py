@@ -59,6 +59,12 @@ class Shard:
         with self.process.stdout as out, self.process.stderr as err:
             return out.read(), err.read()
 
+    def wait_for_line(self, words: str) -> None:
+        """Read stdout up to the line with `words`."""
+        assert self.process.stdout is not None
+        while words.encode() not in (line := self.process.stdout.readline()):
+            assert line, f"ended without saying {words!r}"
+
     def calls(self) -> tuple[grpc.Channel, pb_grpc.TextGenerationServiceStub]:
         channel = grpc.insecure_channel(f"unix:{self.path}", options=[("grpc.use_local_subchannel_pool", 1)])
         return channel, pb_grpc.TextGenerationServiceStub(channel)
@@ -236,7 +242,7 @@ def test_line_7_a_busy_shard_finishes_its_call_first(start: Start) -> None:
     with channel:
         warm(stub)
         running = stub.Prefill.future(prefill("sleep 1.0"), timeout=20)
-        time.sleep(0.3)
+        shard.wait_for_line("told to sleep")
         shard.process.terminate()
         assert running.result().generations
     assert shard.end(5) == 0
@@ -249,7 +255,7 @@ def test_line_7_a_call_that_does_not_end_is_not_waited_for_forever(start: Start)
     with channel:
         warm(stub)
         running = stub.Prefill.future(prefill("sleep 60"), timeout=20)
-        time.sleep(0.3)
+        shard.wait_for_line("told to sleep")
         shard.process.terminate()
         assert shard.end(5) == 0
         assert running.exception() is not None
@@ -257,9 +263,7 @@ def test_line_7_a_call_that_does_not_end_is_not_waited_for_forever(start: Start)
 
 def test_line_7_a_shard_that_loads_leaves_too(start: Start) -> None:
     shard = start("--logger-level", "INFO", STUB_LOAD_S="60")
-    assert shard.process.stdout is not None
-    while b"loading" not in shard.process.stdout.readline():
-        pass
+    shard.wait_for_line("loading")
     shard.process.terminate()
     assert shard.end(5) == 0
     assert not shard.path.exists()
@@ -272,9 +276,7 @@ def test_line_7_a_shard_that_loads_leaves_too(start: Start) -> None:
 def test_line_8_the_end_of_stdin_ends_the_process(loading: str, start: Start) -> None:
     shard = start("--logger-level", "INFO", STUB_LOAD_S=loading)
     assert shard.process.stdin is not None
-    assert shard.process.stdout is not None
-    while b"loading" not in shard.process.stdout.readline():
-        pass
+    shard.wait_for_line("loading")
     shard.process.stdin.write(b"what the launcher's own stdin says\n")
     shard.process.stdin.close()
     assert shard.end(5) == 0
