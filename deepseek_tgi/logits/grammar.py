@@ -18,6 +18,9 @@ from deepseek_tgi.text.tokenizer import TextTokenizer
 
 CACHED_GRAMMARS = 32
 SHOWN_CHARACTERS = 80
+JSON_WHITESPACE = "[ ]?"
+"""At most one space between JSON tokens, as in the expressions TGI's router makes of schemas; without a bound a model
+may write line breaks until its length is up."""
 
 
 class Constraint(Protocol):
@@ -79,7 +82,9 @@ class GrammarCompiler:
     def _compile(self, kind: GrammarType, grammar: str) -> llguidance.LLMatcher:
         try:
             if kind is GrammarType.JSON:
-                source = llguidance.LLMatcher.grammar_from_json_schema(grammar)
+                source = llguidance.LLMatcher.grammar_from_json_schema(
+                    grammar, overrides={"whitespace_pattern": JSON_WHITESPACE}
+                )
             else:
                 source = llguidance.LLMatcher.grammar_from_regex(grammar)
         except ValueError as error:

@@ -67,6 +67,18 @@ def test_a_schema_gives_matching_json(compiler: GrammarCompiler, tokenizer: Text
     assert value["a"] <= 99
 
 
+def test_json_has_no_room_for_endless_white_space(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> None:
+    constraint = compiler.constraint(GrammarType.JSON, SCHEMA)
+    assert constraint is not None
+    for token_id in tokenizer.encode("{ "):
+        constraint.accept(token_id)
+    allowed = constraint.allowed(tokenizer.vocab_size)
+    assert allowed is not None
+    texts = [tokenizer.token_text(i) for i in allowed.nonzero().flatten().tolist()]
+    assert texts
+    assert not any(text[0].isspace() for text in texts)
+
+
 def test_a_complete_text_allows_the_end_alone_and_stays_there(
     compiler: GrammarCompiler, tokenizer: TextTokenizer
 ) -> None:
