@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -202,14 +202,14 @@ class FakeShard(TextGenerationServiceServicer):
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    async def _enter(self, call: str, detail: Any, context: Any, dropped: list[int | None] | None = None) -> None:
+    async def _enter(self, call: str, detail: Any, context: Any, dropped: Sequence[int | None] = ()) -> None:
         self.calls.append((call, detail))
         if call in {"Prefill", "Decode"}:
             await self.gate.wait()
         if call in self.fail_next and self.skip_failures:
             self.skip_failures -= 1
         elif call in self.fail_next:
-            for batch_id in dropped or ():
+            for batch_id in dropped:
                 if batch_id is not None:
                     self.batches.pop(batch_id, None)
             await context.abort(grpc.StatusCode.INTERNAL, self.fail_next.pop(call))

@@ -215,8 +215,8 @@ async def test_grammars_reach_the_shard_as_they_are(tmp_path: Path) -> None:
 
 async def test_a_request_carries_what_the_contract_lists(tmp_path: Path) -> None:
     async with router_bench(tmp_path) as bench:
-        body = {"inputs": "hello", "parameters": {"max_new_tokens": 3, "adapter_id": "x", "stop": ["w1 "], "top_k": 4}}
-        answer = (await bench.post("/generate", {**body, "parameters": {**body["parameters"], "details": True}})).json()
+        parameters = {"max_new_tokens": 3, "adapter_id": "x", "stop": ["w1 "], "top_k": 4, "details": True}
+        answer = (await bench.post("/generate", {"inputs": "hello", "parameters": parameters})).json()
         (request,) = bench.shard.requests
     assert answer["details"]["finish_reason"] == "stop_sequence"
     assert (request.id, request.inputs, request.truncate) == (0, "hello", 511)
