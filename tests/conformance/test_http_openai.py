@@ -212,7 +212,7 @@ async def test_template_errors(tmp_path: Path) -> None:
     )
 
 
-ENDS = [
+ENDS: list[tuple[str, dict[str, Any], str]] = [
     ("say[a]", {}, "eos_token"),
     ("say[a|b]", {"stop": ["b"]}, "stop_sequence"),
     ("go", {"max_tokens": 2}, "length"),
