@@ -168,9 +168,8 @@ def listen_address(value: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with our error: what was wrong, what is near, exit code 2 by `ConfigError`."""
-
     def error(self, message: str) -> NoReturn:
+        """As `ConfigError`, which has the exit code argparse would leave with."""
         raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
 
 

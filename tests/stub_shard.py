@@ -24,31 +24,13 @@ from deepseek_tgi.core import (
     StepTimings,
     Tokens,
 )
+from deepseek_tgi.engine.config import ShardInfo, WarmupResult
 from deepseek_tgi.errors import BatchNotFoundError, CheckpointError, DeviceError, RequestError
 from deepseek_tgi.options import Program
 from deepseek_tgi.server.loading import Count
 
 logger = logging.getLogger("deepseek_tgi.stub")
 TIMINGS = StepTimings(forward_ns=3, decode_ns=2, total_ns=5)
-
-
-@dataclass(frozen=True)
-class StubInfo:
-    requires_padding: bool = False
-    dtype: str = "float32"
-    device_type: str = "cpu"
-    speculate: int = 0
-    support_chunking: bool = True
-    use_prefix_caching: bool = True
-    attention_impl: str = "stub"
-    block_size: int = 16
-
-
-@dataclass(frozen=True)
-class StubLimits:
-    max_supported_total_tokens: int
-    max_input_tokens: int
-    max_total_tokens: int
 
 
 @dataclass
@@ -58,8 +40,8 @@ class StubEngine:
     batches: dict[int, CachedBatch] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
 
-    def info(self) -> StubInfo:
-        return StubInfo()
+    def info(self) -> ShardInfo:
+        return ShardInfo("float32", "cpu", "stub", block_size=16, use_prefix_caching=True)
 
     def warmup(
         self,
@@ -67,9 +49,9 @@ class StubEngine:
         max_input_tokens: int | None,
         max_prefill_tokens: int,
         max_total_tokens: int | None,
-    ) -> StubLimits:
+    ) -> WarmupResult:
         self.calls.append("warmup")
-        return StubLimits(8192, max_input_tokens or 4095, max_total_tokens or 4096)
+        return WarmupResult(8192, max_input_tokens or 4095, max_total_tokens or 4096)
 
     def prefill(self, batch_id: int, requests: list[Request], cached: CachedBatch | None) -> StepResult:
         self.calls.append("prefill")

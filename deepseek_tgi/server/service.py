@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from deepseek_tgi.core import CachedBatch, Request, StepResult
+from deepseek_tgi.engine.config import ShardInfo, WarmupResult
 from deepseek_tgi.errors import NotReadyError
 from deepseek_tgi.pb import generate_pb2 as pb
 from deepseek_tgi.pb import generate_pb2_grpc
@@ -19,49 +20,17 @@ from deepseek_tgi.telemetry.metrics import ShardMetrics
 SERVICE = "generate.v3.TextGenerationService"
 
 
-class ShardInfoLike(Protocol):
-    """What `Info` reports; constant over the engine's life."""
-
-    @property
-    def requires_padding(self) -> bool: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def device_type(self) -> str: ...
-    @property
-    def speculate(self) -> int: ...
-    @property
-    def support_chunking(self) -> bool: ...
-    @property
-    def use_prefix_caching(self) -> bool: ...
-    @property
-    def attention_impl(self) -> str: ...
-    @property
-    def block_size(self) -> int: ...
-
-
-class WarmupLike(Protocol):
-    """Limits that the memory allows, in tokens."""
-
-    @property
-    def max_supported_total_tokens(self) -> int: ...
-    @property
-    def max_input_tokens(self) -> int: ...
-    @property
-    def max_total_tokens(self) -> int: ...
-
-
 class EngineApi(Protocol):
     """The engine as the service sees it: synchronous, called from one thread."""
 
-    def info(self) -> ShardInfoLike: ...
+    def info(self) -> ShardInfo: ...
     def warmup(
         self,
         requests: list[Request],
         max_input_tokens: int | None,
         max_prefill_tokens: int,
         max_total_tokens: int | None,
-    ) -> WarmupLike: ...
+    ) -> WarmupResult: ...
     def prefill(self, batch_id: int, requests: list[Request], cached: CachedBatch | None) -> StepResult: ...
     def decode(self, batch_ids: list[int]) -> StepResult: ...
     def filter(self, batch_id: int, request_ids: list[int]) -> CachedBatch: ...
@@ -163,7 +132,7 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
         self._metrics.cached_requests.set(result.batch.size if result.batch is not None else 0)
 
 
-def _info_pb(info: ShardInfoLike) -> pb.InfoResponse:
+def _info_pb(info: ShardInfo) -> pb.InfoResponse:
     return pb.InfoResponse(
         requires_padding=info.requires_padding,
         dtype=info.dtype,

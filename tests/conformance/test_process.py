@@ -393,6 +393,20 @@ def test_a_failed_device_ends_the_process_after_the_answer(start: Start) -> None
     assert shard.end(5) == 1
 
 
+def test_a_dead_trace_collector_delays_nothing(start: Start) -> None:
+    shard = start("--otlp-endpoint", "http://192.0.2.1:4317")  # a documentation address: nobody answers
+    shard.wait_ready()
+    channel, stub = shard.calls()
+    with channel:
+        warm(stub)
+        started = time.monotonic()
+        for _ in range(20):
+            assert stub.Prefill(prefill("x"), timeout=5).generations
+        assert time.monotonic() - started < 2
+        shard.process.terminate()
+        assert shard.end(5) == 0
+
+
 def test_standard_health_and_reflection_tell_the_state(start: Start) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
     from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
