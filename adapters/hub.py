@@ -16,7 +16,7 @@ from deepseek_tgi.errors import CheckpointError, ResourceError
 
 SMALL_MODEL_ID = "smollm2"
 """Alias of the small real model that `convert.small_model` builds into the cache."""
-SMALL_MODEL_FOLDER = "SmolLM2-135M-Instruct-AWQ-1"
+SMALL_MODEL_FOLDER = "SmolLM2-135M-Instruct-AWQ-2"
 """The number counts recipes: raise it when importing or quantising gives other numbers, so that caches are renewed."""
 _WANTED = ("*.safetensors", "*.json", "*.jinja")
 _UNWANTED = ("*/*", "consolidated*")
