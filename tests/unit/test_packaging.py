@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import re
 import shutil
@@ -29,6 +30,10 @@ def setup_cfg() -> configparser.ConfigParser:
 
 def listed(section: str, option: str) -> list[str]:
     return setup_cfg()[section][option].split()
+
+
+def requirement_lines(section: str, option: str) -> list[str]:
+    return [line for line in setup_cfg()[section][option].splitlines() if line.strip()]
 
 
 def source_files() -> set[str]:
@@ -199,6 +204,24 @@ def pulled_in(name: str, extras: set[str], seen: dict[str, set[str]]) -> None:
             continue
         seen[key] = seen.get(key, set()) | need.extras
         pulled_in(key, seen[key], seen)
+
+
+def test_product_imports_only_what_it_declares() -> None:
+    """Test packages bring many libraries along; the product must not lean on one that users will not have."""
+    declared = {canonicalize_name(Requirement(line).name) for line in requirement_lines("options", "install_requires")}
+    declared |= {
+        canonicalize_name(Requirement(line).name) for line in requirement_lines("options.extras_require", "otlp")
+    }
+    owners = metadata.packages_distributions()
+    foreign = {}
+    for file in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for top in {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"deepseek_tgi"}:
+                if not {canonicalize_name(owner) for owner in owners.get(top, [])} & declared:
+                    foreign[top] = str(file.relative_to(ROOT))
+    assert foreign == {}
 
 
 def test_everything_that_an_install_pulls_in_is_pinned() -> None:
