@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ EXIT_CODES = """exit codes:
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script; its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch works without it, and so do we
     try:
         if arguments[:1] == ["launch"]:
             return _launch(arguments[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ def main(argv: Sequence[str], load: Load | None = None) -> int:
     `load` makes the engine of `serve`; None loads the model by its backend.
     """
     _open_standard_streams()
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch works without it, and so do we
     try:
         return _run(argv, load)
     except DeepseekTgiError as error:
