@@ -90,6 +90,7 @@ class FakeShard(TextGenerationServiceServicer):
         self.gate.set()
         self.fail_next: dict[str, str] = {}
         self.skip_failures = 0
+        self.hold_warmup: asyncio.Event | None = None
         self.reported: set[tuple[int, int]] = set()
         self.on_warmup: Callable[[pb.WarmupRequest], pb.WarmupResponse] | None = None
         self.prefill_budget = 1 << 30
@@ -164,6 +165,8 @@ class FakeShard(TextGenerationServiceServicer):
         await self._enter("Warmup", None, context)
         self.warmup = request
         self.prefill_budget = request.max_prefill_tokens
+        if self.hold_warmup is not None:
+            await self.hold_warmup.wait()
         if self.on_warmup is not None:
             return self.on_warmup(request)
         t = self.traits

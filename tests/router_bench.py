@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from fake_shard import FakeShard, Traits
 from tiny_tokenizer import write_tokenizer
 
 from deepseek_tgi.router.assembly import Router, assemble
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import from_sources
-from deepseek_tgi.router.main import _Server
+from deepseek_tgi.router.listener import bind, server_for
 from deepseek_tgi.router.model_files import load_model_files
 from deepseek_tgi.router.startup import introduce
 
@@ -122,13 +121,13 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
 
 @asynccontextmanager
 async def _served(router: Router) -> AsyncIterator[int]:
-    config = uvicorn.Config(router.app, lifespan="off", log_config=None, ws="none", host="127.0.0.1", port=0)
-    server = _Server(config)
-    task = asyncio.create_task(server.serve())
+    listener = bind("127.0.0.1", 0)
+    server = server_for(router.app)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.001)
     try:
-        yield server.servers[0].sockets[0].getsockname()[1]
+        yield listener.getsockname()[1]
     finally:
         server.should_exit = True
         await task

@@ -9,22 +9,22 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import uvicorn
 import uvloop
 
-from deepseek_tgi.errors import DeepseekTgiError, NotReadyError, ResourceError
+from deepseek_tgi.errors import DeepseekTgiError, NotReadyError
 from deepseek_tgi.router.assembly import Router, assemble
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import RouterConfig, from_sources
+from deepseek_tgi.router.listener import bind, server_for
 from deepseek_tgi.router.model_files import load_model_files
 from deepseek_tgi.router.startup import introduce
 from deepseek_tgi.telemetry import log
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 2048
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CLOSE_SECONDS = 2.0
 """What streams get to send their last event once they are told to end."""
 
@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = from_sources(sys.argv[1:] if argv is None else argv, os.environ)
         log.configure("tracing" if config.json_output else "plain", config.log_level, os.environ)
         return uvloop.run(serve(config))
+    except asyncio.CancelledError:
+        logger.info("Stopped before it was ready")
+        return 0
     except DeepseekTgiError as error:
         sys.stderr.write(f"Error: {error}\n")
         logger.error("%s", error)
@@ -43,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def serve(config: RouterConfig) -> int:
     """Connect, warm up, serve until told to stop."""
+    starting = asyncio.current_task()
+    assert starting is not None
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, starting.cancel)
     with contextlib.closing(bind(config.hostname, config.port)) as listener:
         files = await asyncio.to_thread(load_model_files, config)
         shards = await ShardClient.connect(config.master_shard_uds_path)
@@ -54,52 +61,11 @@ async def serve(config: RouterConfig) -> int:
             await shards.close()
 
 
-def bind(hostname: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: a taken port is told before minutes of warm-up.
-
-    Raises: `ResourceError` naming the address.
-    """
-    family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((hostname, port))
-    except OSError as error:
-        listener.close()
-        raise ResourceError(
-            f"{hostname}:{port}: cannot listen: {error.strerror}; free the port or choose another with --port"
-        ) from error
-    return listener
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: `_run` drains first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to us."""
-        yield
-
-
 async def _run(router: Router, listener: socket.socket, drain_seconds: float) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    server = _Server(
-        uvicorn.Config(
-            router.app,
-            loop="none",
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(CLOSE_SECONDS) + 1,
-        )
-    )
-    for number in (signal.SIGTERM, signal.SIGINT):
+    server = server_for(router.app)
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
     batching = asyncio.create_task(router.scheduler.run(), name="batching")
     http = asyncio.create_task(server.serve(sockets=[listener]), name="http")

@@ -380,3 +380,12 @@ async def _all_cuts(bench: Bench, whole: bytes) -> None:
         for piece in (whole[:cut], whole[:cut] + b"\x00" + whole[cut + 1 :]):
             answer = await bench.client.post("/generate", content=piece, headers=kind)
             assert answer.status_code in {200, 400, 422}, piece
+
+
+async def test_a_client_that_closes_its_sending_half_still_hears_a_refusal(tmp_path: Path) -> None:
+    async with router_bench(tmp_path) as bench:
+        for wish, status in (({"inputs": 5}, b"422"), ({"inputs": "x" * 2000}, b"422"), (GENERATE, b"200")):
+            reader, writer = await bench.connect("/generate", wish)
+            writer.write_eof()
+            assert (await reader.readline()).split()[1] == status
+            writer.close()

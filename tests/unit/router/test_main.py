@@ -204,3 +204,17 @@ async def test_a_shard_that_dies_fails_its_requests_and_the_health(tmp_path: Pat
         assert (await found.client.get("/health")).status_code == 503
         found.process.send_signal(signal.SIGINT)
         assert (await found.end())[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_during_the_warm_up_stops_quietly(
+    tmp_path: Path, model: Path, free_port: int, number: signal.Signals
+) -> None:
+    async with door(tmp_path, free_port, model=model) as found:
+        found.shard.hold_warmup = asyncio.Event()
+        while not found.shard.count("Warmup"):
+            await asyncio.sleep(0.005)
+        found.process.send_signal(number)
+        code, error = await found.end()
+        found.shard.hold_warmup.set()
+    assert (code, error) == (0, "")
