@@ -1,7 +1,7 @@
 """Builds the native library at first use and keeps it in the user's cache. No torch here.
 
-The file's name is a hash of everything that decides its content: sources, compiler version, flags, this CPU's features
-and the OpenMP runtime it links to. A build happens in a folder of its own and is renamed into place under a lock, so
+The file's name is a hash of everything that decides its content: sources, compiler version, flags and this CPU's
+features. A build happens in a folder of its own and is renamed into place under a lock, so
 that processes starting together build once and none ever loads half a file.
 """
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _SOURCE_FOLDER = Path(__file__).with_name("native")
 _COMPILERS = ("g++", "c++", "clang++")
 _BASE_FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fvisibility=hidden",
+    "-std=c++17", "-O3", "-march=native", "-pthread", "-fPIC", "-fvisibility=hidden",
     # Multiply-adds are fused where the source says so and nowhere else: rounding must not depend on the kernel.
     "-ffp-contract=off", "-fno-math-errno",
     "-w", "-Wno-psabi",
@@ -40,20 +40,19 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that decides the built file. `openmp` is the runtime to link, None for the compiler's own."""
+    """All that decides the built file."""
 
     compiler: str
     flags: tuple[str, ...]
-    openmp: Path | None
 
     def digest(self) -> str:
-        """Hash of sources, compiler, flags, CPU and runtime."""
+        """Hash of sources, compiler, flags and CPU."""
         state = hashlib.sha256()
         for source in sorted(_SOURCE_FOLDER.iterdir()):
             if source.suffix in {".cpp", ".h"}:
                 state.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
         version = subprocess.run([self.compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
-        for part in (version, " ".join(self.flags).encode(), _cpu_features(), str(self.openmp).encode()):
+        for part in (version, " ".join(self.flags).encode(), _cpu_features()):
             state.update(part + b"\0")
         return state.hexdigest()[:20]
 
@@ -75,9 +74,9 @@ def cache_folder(environ: dict[str, str] | None = None) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "deepseek-tgi"
 
 
-def build(openmp: Path | None, extra_flags: Sequence[str] = ()) -> Path:
+def build(extra_flags: Sequence[str] = ()) -> Path:
     """Path of the library for this machine, built if it is not cached. Raises `BuildError`."""
-    recipe = Recipe(find_compiler(), (*_BASE_FLAGS, *extra_flags), openmp)
+    recipe = Recipe(find_compiler(), (*_BASE_FLAGS, *extra_flags))
     try:
         name = f"native-{recipe.digest()}.so"
         folder = _writable(cache_folder())
@@ -130,10 +129,8 @@ def _compile(recipe: Recipe, folder: Path, target: Path) -> None:
             [recipe.compiler, *recipe.flags, "-c", str(source), "-o", str(built)]
             for source, built in zip(sources, objects, strict=True)
         )
-        # Named by path, torch's own OpenMP runtime is what the loader finds already loaded: one pool of threads.
-        runtime = ["-fopenmp"] if recipe.openmp is None else [str(recipe.openmp)]
         linked = Path(work) / target.name
-        _run_all([[recipe.compiler, "-shared", *map(str, objects), *runtime, "-o", str(linked)]])
+        _run_all([[recipe.compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)]])
         linked.replace(target)
     logger.info("native kernels built with %s in %.1f s: %s", recipe.compiler, time.monotonic() - started, target)
 

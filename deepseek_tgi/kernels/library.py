@@ -14,8 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deepseek_tgi.kernels.compiler import BuildError, build
 
 logger = logging.getLogger(__name__)
@@ -96,16 +94,10 @@ def _declare(handle: Any) -> Any:
     return handle
 
 
-def torch_openmp() -> Path | None:
-    """The OpenMP runtime in torch's own folder, or None if torch brings none."""
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return found[0] if found else None
-
-
 @lru_cache(maxsize=4)
 def load(extra_flags: tuple[str, ...] = ()) -> NativeLibrary:
     """Build if needed and load. Raises `BuildError`; `extra_flags` serve tests (the portable build)."""
     try:
-        return NativeLibrary(build(torch_openmp(), extra_flags))
+        return NativeLibrary(build(extra_flags))
     except (OSError, AttributeError) as error:
         raise BuildError(f"loading the native library failed: {error}") from error

@@ -19,6 +19,7 @@ from deepseek_tgi.kernels.qkv_attention import QkvAttention
 from deepseek_tgi.kernels.rms_norm import RmsNorm
 from deepseek_tgi.kernels.rope import Rope
 from deepseek_tgi.kernels.silu_mul import SiluMul
+from deepseek_tgi.kernels.threads import torch_threads, usable_threads
 
 if TYPE_CHECKING:
     from deepseek_tgi.kernels.library import NativeLibrary
@@ -179,23 +180,21 @@ def select_kernels(
     """Choose the kernels for a model; call once at load.
 
     `wish` is `auto`, `native`, `torch` or `reference`; `num_threads` 0 means what this process may use. Also sets
-    torch's own thread count, so that both share one pool. Raises `ConfigError` for a wish that cannot be had.
+    torch's own thread count (see `threads.torch_threads`). Raises `ConfigError` for a wish that cannot be had.
     """
-    from deepseek_tgi.kernels.threads import usable_threads
-
     if wish not in WISHES:
         raise ConfigError(f"kernels: got {wish!r}, expected one of {', '.join(WISHES)}")
     where = torch.device(device)
     if where.type != "cpu":
         raise ConfigError(f"kernels: got device {where}, expected cpu (no kernels for other devices in this version)")
     threads = usable_threads(num_threads)
-    torch.set_num_threads(threads)
     if wish == "reference":
         chosen = _reference(compute_dtype, threads, "asked for")
     elif wish == "torch":
         chosen = _torch(compute_dtype, threads, "asked for")
     else:
         chosen = _native_or_torch(compute_dtype, threads, wish)
+    torch.set_num_threads(torch_threads(threads, chosen.name == "native"))
     logger.info(
         "kernels: %s on %s, %s, %d threads (%s)", chosen.name, where, compute_dtype.value, threads, chosen.reason
     )

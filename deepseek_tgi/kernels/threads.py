@@ -1,12 +1,21 @@
-"""How many threads this process may use: the least of CPU affinity and the container's CPU quota. No torch here."""
+"""How many threads this process may use: the least of CPU affinity and the container's CPU quota. No torch here.
+
+The native kernels have threads of their own (native/pool.h). torch's OpenMP helpers, after each parallel torch op, spin
+for milliseconds on the cores these need, unless they were told to sleep before torch was loaded: `OPENMP_ENVIRONMENT`
+belongs in the environment of a process that serves. Where it is missing, torch gets one thread.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from deepseek_tgi.errors import ConfigError
+
+OPENMP_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""What to set before torch is imported, so that its helpers sleep between parallel ops."""
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _PROC_CGROUP = Path("/proc/self/cgroup")
@@ -67,3 +76,9 @@ def usable_threads(wish: int = 0, quota: float | None = None) -> int:
     affinity = len(os.sched_getaffinity(0))
     granted = cgroup_cpus() if quota is None else quota
     return affinity if granted is None else max(1, min(affinity, math.ceil(granted)))
+
+
+def torch_threads(threads: int, native: bool, environ: Mapping[str, str] | None = None) -> int:
+    """Threads for torch's own ops beside `threads` kernel threads: all of them, or 1 if its helpers would spin."""
+    policy = (os.environ if environ is None else environ).get("OMP_WAIT_POLICY", "")
+    return 1 if native and policy.upper() != "PASSIVE" else threads

@@ -7,12 +7,10 @@
 // One unit of work is a KV head, a tile of query tokens (all their heads that read it) and a run of segments. Sixty-four
 // keys at a time are transposed into an L1 panel, so that lanes are positions for the scores and elements for the sums.
 
-#include <omp.h>
-
-#include <atomic>
 #include <cmath>
 
 #include "api.h"
+#include "pool.h"
 #include "rows.h"
 #include "scratch.h"
 #include "transpose.h"
@@ -346,49 +344,42 @@ int64_t list_units(const Call& c, Unit* units) {
 // Few units, long contexts: every segment is a unit of its own, merged in order afterwards. `offsets` [count + 1] says
 // where a unit's segments begin.
 void run_split(const Call& c, const Unit* units, int64_t count, const int64_t* offsets, int64_t stride, float* partial,
-               int threads) {
-  std::atomic<int64_t> next{0}, next_merge{0};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    for (int64_t i; (i = next.fetch_add(1)) < offsets[count];) {
-      int64_t n = 0;
-      while (offsets[n + 1] <= i) ++n;
-      Unit u = units[n];
-      u.first_segment = i - offsets[n];
-      u.segments = 1;
-      const Work w = attend(c, u);
-      const int64_t rows = u.tokens * c.ratio;
-      float* to = partial + i * stride;
-      std::memcpy(to, w.out, sizeof(float) * rows * c.v_pad);
-      std::memcpy(to + rows * c.v_pad, w.max, sizeof(float) * rows);
-      std::memcpy(to + rows * c.v_pad + rows, w.total, sizeof(float) * rows);
-    }
-#pragma omp barrier
-    for (int64_t n; (n = next_merge.fetch_add(1)) < count;) {
-      const int64_t rows = units[n].tokens * c.ratio;
-      const Work w = lay_out(c, rows, reinterpret_cast<float*>(own_scratch.get(work_floats(c, rows) * sizeof(float))));
-      for (int64_t r = 0; r < rows; ++r) start_row(w.out + r * c.v_pad, w.max + r, w.total + r, c.v_pad);
-      for (int64_t i = offsets[n]; i < offsets[n + 1]; ++i) {
-        const float* from = partial + i * stride;
-        for (int64_t r = 0; r < rows; ++r) {
-          const float part_total = from[rows * c.v_pad + rows + r];
-          if (part_total == 0.0f) continue;  // the row sees nothing of this segment
-          merge(w.out + r * c.v_pad, w.max + r, w.total + r, from + r * c.v_pad, from[rows * c.v_pad + r], part_total,
-                c.v_pad);
-        }
+               int64_t threads) {
+  parallel(threads, offsets[count], [&](int64_t i) {
+    int64_t n = 0;
+    while (offsets[n + 1] <= i) ++n;
+    Unit u = units[n];
+    u.first_segment = i - offsets[n];
+    u.segments = 1;
+    const Work w = attend(c, u);
+    const int64_t rows = u.tokens * c.ratio;
+    float* to = partial + i * stride;
+    std::memcpy(to, w.out, sizeof(float) * rows * c.v_pad);
+    std::memcpy(to + rows * c.v_pad, w.max, sizeof(float) * rows);
+    std::memcpy(to + rows * c.v_pad + rows, w.total, sizeof(float) * rows);
+  });
+  parallel(threads, count, [&](int64_t n) {
+    const int64_t rows = units[n].tokens * c.ratio;
+    const Work w = lay_out(c, rows, reinterpret_cast<float*>(own_scratch.get(work_floats(c, rows) * sizeof(float))));
+    for (int64_t r = 0; r < rows; ++r) start_row(w.out + r * c.v_pad, w.max + r, w.total + r, c.v_pad);
+    for (int64_t i = offsets[n]; i < offsets[n + 1]; ++i) {
+      const float* from = partial + i * stride;
+      for (int64_t r = 0; r < rows; ++r) {
+        const float part_total = from[rows * c.v_pad + rows + r];
+        if (part_total == 0.0f) continue;  // the row sees nothing of this segment
+        merge(w.out + r * c.v_pad, w.max + r, w.total + r, from + r * c.v_pad, from[rows * c.v_pad + r], part_total,
+              c.v_pad);
       }
-      write_rows(c, units[n], w.out, w.total);
     }
-  }
+    write_rows(c, units[n], w.out, w.total);
+  });
 }
 
-void run_whole(const Call& c, const Unit* units, int64_t count, int threads) {
-  std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  for (int64_t i; (i = next.fetch_add(1)) < count;) {
+void run_whole(const Call& c, const Unit* units, int64_t count, int64_t threads) {
+  parallel(threads, count, [&](int64_t i) {
     const Work w = attend(c, units[i]);
     write_rows(c, units[i], w.out, w.total);
-  }
+  });
 }
 
 void run(const Call& c, int64_t num_threads) {
@@ -406,14 +397,14 @@ void run(const Call& c, int64_t num_threads) {
     most_rows = rows > most_rows ? rows : most_rows;
     positions += rows * units[i].segments * SEGMENT;
   }
-  const int threads = positions * (c.k_pad + c.v_pad) < 65536 ? 1 : static_cast<int>(num_threads);
+  const int64_t threads = positions * (c.k_pad + c.v_pad) < 65536 ? 1 : num_threads;
   const int64_t stride = most_rows * (c.v_pad + 2);
   const size_t partial_bytes = static_cast<size_t>(offsets[count] * stride) * sizeof(float);
   if (threads > 1 && count < 4 * threads && offsets[count] > count && partial_bytes <= MAX_PARTIAL_BYTES) {
     static thread_local Scratch partials;
     return run_split(c, units, count, offsets, stride, reinterpret_cast<float*>(partials.get(partial_bytes)), threads);
   }
-  run_whole(c, units, count, static_cast<int>(threads < count ? threads : count));
+  run_whole(c, units, count, threads);
 }
 
 }  // namespace

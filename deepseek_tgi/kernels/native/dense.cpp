@@ -4,18 +4,16 @@
 // high one, so that a shift or a mask makes the float32. Each output has two running sums, even and odd k, added
 // at the end: the same order for every M.
 
-#include <omp.h>
-
-#include <atomic>
-
 #include "api.h"
 #include "heads.h"
+#include "pool.h"
 
 namespace dstgi {
 namespace {
 
 constexpr int TILE = 32;
 constexpr int MAX_ROWS = 6;
+constexpr int64_t RUNS = 8;
 
 struct Call {
   const DenseWeight* w;
@@ -127,16 +125,14 @@ DSTGI_API void dstgi_dense_linear(const DenseWeight* w, const float* x, int64_t 
   if (m <= 0) return;
   const Call c{w, x, bias, residual, out, m, x_stride};
   const int64_t tiles = (w->n + TILE - 1) / TILE;
-  const int threads = static_cast<int>(w->num_threads < tiles ? w->num_threads : tiles);
-  std::atomic<int64_t> next{0};
-  // Runs of tiles, so that a thread streams through memory; several a thread, so that a busy core delays little.
-  const int64_t run = tiles / (threads * 8) > 0 ? tiles / (threads * 8) : 1;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  for (int64_t first; (first = next.fetch_add(run)) < tiles;)
-    for (int64_t tile = first; tile < first + run && tile < tiles; ++tile)
+  // Runs of tiles, so that a thread streams through memory; several a thread, so that one held up delays little.
+  const int64_t runs = tiles < RUNS * w->num_threads ? tiles : RUNS * w->num_threads;
+  parallel(w->num_threads, runs, [&](int64_t i) {
+    for (int64_t tile = tiles * i / runs; tile < tiles * (i + 1) / runs; ++tile)
       w->kind == BFLOAT16  ? all_rows<BFLOAT16>(c, tile)
       : w->kind == FLOAT16 ? all_rows<FLOAT16>(c, tile)
                            : all_rows<FLOAT32>(c, tile);
+  });
 }
 
 // Rows `ids` [t] of the packed weight as float32 [t, k].

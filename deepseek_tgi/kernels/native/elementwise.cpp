@@ -1,16 +1,23 @@
 // Row operations: norm, rotation, gated activation, cache write. Each row is one thread's work.
 
-#include <omp.h>
-
 #include "heads.h"
+#include "pool.h"
 
 namespace dstgi {
 namespace {
 
 constexpr int64_t PARALLEL_FROM = 8192;  // elements below which waking other threads costs more than it gives
 
-int threads_for(int64_t elements, int64_t num_threads) {
-  return elements < PARALLEL_FROM ? 1 : static_cast<int>(num_threads);
+constexpr int64_t RUNS = 4;                // tasks a thread gets
+
+// `each(i)` for rows 0 .. rows - 1 of `width` elements.
+template <class F>
+void by_rows(int64_t rows, int64_t width, int64_t num_threads, F&& each) {
+  const int64_t threads = rows * width < PARALLEL_FROM ? 1 : num_threads;
+  const int64_t runs = rows < RUNS * threads ? rows : RUNS * threads;
+  parallel(threads, runs, [&](int64_t run) {
+    for (int64_t i = rows * run / runs; i < rows * (run + 1) / runs; ++i) each(i);
+  });
 }
 
 }  // namespace
@@ -21,19 +28,17 @@ DSTGI_API void dstgi_rms_norm(const float* x, const float* weight, float* out, i
                               int64_t x_row, int64_t x_head, int64_t out_row, int64_t out_head, float eps,
                               int64_t num_threads) {
   using namespace dstgi;
-  const int threads = threads_for(t * heads * width, num_threads);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < t; ++i)
+  by_rows(t, heads * width, num_threads, [&](int64_t i) {
     for (int64_t h = 0; h < heads; ++h)
       norm_row(x + i * x_row + h * x_head, weight, width, eps, out + i * out_row + h * out_head);
+  });
 }
 
 DSTGI_API void dstgi_silu_mul(const float* gate_up, float* out, int64_t t, int64_t width, int64_t num_threads) {
   using namespace dstgi;
-  const int threads = threads_for(t * width, num_threads);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < t; ++i)
+  by_rows(t, width, num_threads, [&](int64_t i) {
     silu_row(gate_up + i * 2 * width, gate_up + i * 2 * width + width, width, out + i * width);
+  });
 }
 
 // In place on q [t, q_heads, q_dim] and k [t, k_heads, k_dim]; heads are dense, rows `q_row`/`k_row` floats apart.
@@ -41,26 +46,21 @@ DSTGI_API void dstgi_rope(float* q, float* k, const int32_t* positions, const fl
                           int64_t q_heads, int64_t k_heads, int64_t q_dim, int64_t k_dim, int64_t q_row, int64_t k_row,
                           int64_t rotary, int64_t num_threads) {
   using namespace dstgi;
-  const int threads = threads_for(t * (q_heads + k_heads) * rotary, num_threads);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < t; ++i) {
+  by_rows(t, (q_heads + k_heads) * rotary, num_threads, [&](int64_t i) {
     const float* row = cos_sin + static_cast<int64_t>(positions[i]) * rotary;
     for (int64_t h = 0; h < q_heads; ++h) rotate_head(q + i * q_row + h * q_dim, row, rotary / 2);
     for (int64_t h = 0; h < k_heads; ++h) rotate_head(k + i * k_row + h * k_dim, row, rotary / 2);
-  }
+  });
 }
 
 DSTGI_API void dstgi_kv_write(const Pages* pages, const float* k, const float* v, const int64_t* slots, int64_t t,
                               int64_t k_row, int64_t k_head, int64_t v_row, int64_t v_head, int64_t num_threads) {
   using namespace dstgi;
-  const int threads = threads_for(t * pages->heads * (pages->k_dim + pages->v_dim), num_threads);
-  const int64_t end = pages->num_pages * pages->block_size;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < t; ++i) {
-    if (slots[i] < 0 || slots[i] >= end) continue;
+  by_rows(t, pages->heads * (pages->k_dim + pages->v_dim), num_threads, [&](int64_t i) {
+    if (slots[i] < 0) return;
     for (int64_t h = 0; h < pages->heads; ++h) {
       write_head(*pages, 0, k + i * k_row + h * k_head, slots[i], h);
       write_head(*pages, 1, v + i * v_row + h * v_head, slots[i], h);
     }
-  }
+  });
 }

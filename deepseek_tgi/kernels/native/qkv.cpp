@@ -1,8 +1,7 @@
 // From the fused projections to attention's output: head norms, rotation, cache write, attention.
 
-#include <omp.h>
-
 #include "heads.h"
+#include "pool.h"
 
 DSTGI_API void dstgi_paged_attention(const Pages* pages, const float* q, float* out, const int32_t* cu_seqlens,
                                      const int32_t* block_tables, const int32_t* cache_lens, int64_t requests,
@@ -37,9 +36,12 @@ void prepare(const Pages& p, const AttentionCall& c, const float* q_norm, const 
 // `q_norm`, `k_norm` [k_dim] or null. q and k are overwritten.
 DSTGI_API void dstgi_qkv_attention(const Pages* pages, const AttentionCall* c, const float* q_norm,
                                    const float* k_norm, float eps) {
-  const int threads = c->tokens < dstgi::PARALLEL_FROM ? 1 : static_cast<int>(c->num_threads);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t t = 0; t < c->tokens; ++t) dstgi::prepare(*pages, *c, q_norm, k_norm, eps, t);
+  const int64_t threads = c->tokens < dstgi::PARALLEL_FROM ? 1 : c->num_threads;
+  const int64_t runs = c->tokens < 4 * threads ? c->tokens : 4 * threads;
+  dstgi::parallel(threads, runs, [&](int64_t i) {
+    for (int64_t t = c->tokens * i / runs; t < c->tokens * (i + 1) / runs; ++t)
+      dstgi::prepare(*pages, *c, q_norm, k_norm, eps, t);
+  });
   dstgi_paged_attention(pages, c->q, c->out, c->cu_seqlens, c->block_tables, c->cache_lens, c->requests,
                         c->table_stride, c->heads, c->q_row, static_cast<float>(c->scale), c->num_threads);
 }

@@ -9,12 +9,9 @@
 // Code layout, one uint32 lane an output. int4: nibble j holds k = 2j in the low half-word and k = 2j + 1 in the high
 // one, so that a shift by 4j and a mask give a pair. int8: bytes k0 k2 k1 k3, so that two arithmetic shifts do.
 
-#include <omp.h>
-
-#include <atomic>
-
 #include "activations.h"
 #include "heads.h"
+#include "pool.h"
 #include "scratch.h"
 
 namespace dstgi {
@@ -23,6 +20,7 @@ namespace {
 constexpr int TILE = 32;        // outputs of a tile, two vectors
 constexpr int DIRECT_ROWS = 4;  // up to this many rows: unpack in registers
 constexpr int MAX_WIDTH = 128;
+constexpr int64_t RUNS = 4;  // tasks a thread gets of small work
 
 struct Int4 {
   static constexpr int K = 8, PAIRS = 4;
@@ -239,6 +237,10 @@ void panel_tile(const Call& c, const Activations& a, int64_t tile) {
 
 thread_local Scratch shared_scratch, own_scratch;
 
+float* row_buffer(const Call& c) {
+  return reinterpret_cast<float*>(own_scratch.get(align64(static_cast<size_t>(c.w->k) * sizeof(float))));
+}
+
 Activations lay_out(const QuantWeight& w, int64_t rows, Scratch& scratch) {
   Activations a;
   a.chunk = rows < CHUNK_ROWS ? rows : CHUNK_ROWS;
@@ -268,53 +270,46 @@ void prepare_row(const Call& c, int64_t row, const Activations& a, float* buffer
 }
 
 template <class Format, int DIGITS>
-void direct(const Call& c, int64_t tiles, int threads) {
-  const auto work = [&](int64_t thread, int64_t count) {
-    // Every thread prepares the few rows itself: cheaper than waiting for another to do it.
-    const size_t row_bytes = align64(static_cast<size_t>(c.w->k) * sizeof(float));
-    float* buffer = reinterpret_cast<float*>(shared_scratch.get(row_bytes));
-    const Activations a = lay_out(*c.w, c.m, own_scratch);
-    for (int64_t row = 0; row < c.m; ++row) prepare_row<DIGITS>(c, row, a, buffer);
-    for (int64_t tile = tiles * thread / count; tile < tiles * (thread + 1) / count; ++tile) switch (c.m) {
-        case 1:
-          direct_tile<Format, 1, DIGITS>(c, a, tile);
-          break;
-        case 2:
-          direct_tile<Format, 2, DIGITS>(c, a, tile);
-          break;
-        case 3:
-          direct_tile<Format, 3, DIGITS>(c, a, tile);
-          break;
-        default:
-          direct_tile<Format, 4, DIGITS>(c, a, tile);
-      }
-  };
-  if (threads == 1) return work(0, 1);
-#pragma omp parallel num_threads(threads)
-  work(omp_get_thread_num(), omp_get_num_threads());
+DSTGI_INLINE void direct_rows(const Call& c, const Activations& a, int64_t tile) {
+  switch (c.m) {
+    case 1:
+      return direct_tile<Format, 1, DIGITS>(c, a, tile);
+    case 2:
+      return direct_tile<Format, 2, DIGITS>(c, a, tile);
+    case 3:
+      return direct_tile<Format, 3, DIGITS>(c, a, tile);
+    default:
+      return direct_tile<Format, 4, DIGITS>(c, a, tile);
+  }
 }
 
 template <class Format, int DIGITS>
-void panels(const Call& c, int64_t tiles, int threads) {
+void direct(const Call& c, int64_t tiles) {
   const Activations a = lay_out(*c.w, c.m, shared_scratch);
-  std::atomic<int64_t> next_row{0}, next_tile{0};
-  constexpr int64_t ROWS = 4;
-#pragma omp parallel num_threads(threads)
-  {
-    float* buffer = reinterpret_cast<float*>(own_scratch.get(align64(static_cast<size_t>(c.w->k) * sizeof(float))));
-    for (int64_t row; (row = next_row.fetch_add(ROWS)) < c.m;)
-      for (int64_t r = row; r < row + ROWS && r < c.m; ++r) prepare_row<DIGITS>(c, r, a, buffer);
-#pragma omp barrier
-    for (int64_t tile; (tile = next_tile.fetch_add(1)) < tiles;) panel_tile<Format, DIGITS>(c, a, tile);
-  }
+  float* buffer = row_buffer(c);
+  for (int64_t row = 0; row < c.m; ++row) prepare_row<DIGITS>(c, row, a, buffer);
+  // Runs of tiles, so that a thread streams through memory; a few a thread, so that one held up delays little.
+  const int64_t runs = tiles < RUNS * c.w->num_threads ? tiles : RUNS * c.w->num_threads;
+  parallel(c.w->num_threads, runs, [&](int64_t i) {
+    for (int64_t tile = tiles * i / runs; tile < tiles * (i + 1) / runs; ++tile) direct_rows<Format, DIGITS>(c, a, tile);
+  });
+}
+
+template <class Format, int DIGITS>
+void panels(const Call& c, int64_t tiles) {
+  const Activations a = lay_out(*c.w, c.m, shared_scratch);
+  parallel(c.w->num_threads, (c.m + RUNS - 1) / RUNS, [&](int64_t i) {
+    float* buffer = row_buffer(c);
+    for (int64_t row = i * RUNS; row < (i + 1) * RUNS && row < c.m; ++row) prepare_row<DIGITS>(c, row, a, buffer);
+  });
+  parallel(c.w->num_threads, tiles, [&](int64_t tile) { panel_tile<Format, DIGITS>(c, a, tile); });
 }
 
 template <class Format, int DIGITS>
 void run(const Call& c) {
   const int64_t tiles = (c.w->n + TILE - 1) / TILE;
-  const int threads = static_cast<int>(c.w->num_threads < tiles ? c.w->num_threads : tiles);
-  if (c.m <= DIRECT_ROWS) return direct<Format, DIGITS>(c, tiles, threads);
-  panels<Format, DIGITS>(c, tiles, threads);
+  if (c.m <= DIRECT_ROWS) return direct<Format, DIGITS>(c, tiles);
+  panels<Format, DIGITS>(c, tiles);
 }
 
 }  // namespace
@@ -339,8 +334,7 @@ DSTGI_API void dstgi_quant_linear(const QuantWeight* w, const float* x, int64_t 
 DSTGI_API void dstgi_pack_codes(const QuantWeight* w, const uint8_t* codes) {
   const int64_t tiles = (w->n + 31) / 32, per_lane = w->bits == 4 ? 8 : 4, loads = w->width / per_lane;
   uint32_t* packed = const_cast<uint32_t*>(w->codes);
-#pragma omp parallel for num_threads(static_cast<int>(w->num_threads))
-  for (int64_t tile = 0; tile < tiles; ++tile)
+  dstgi::parallel(w->num_threads, tiles, [&](int64_t tile) {
     for (int64_t b = 0; b < w->blocks; ++b) {
       const int64_t group = b / w->blocks_per_group, begin = b % w->blocks_per_group * w->width;
       for (int64_t i = 0; i < loads; ++i)
@@ -357,6 +351,7 @@ DSTGI_API void dstgi_pack_codes(const QuantWeight* w, const uint8_t* codes) {
           packed[((tile * w->blocks + b) * loads + i) * 32 + lane] = word;
         }
     }
+  });
 }
 
 // Rows `ids` [t] of an int8 weight with float16 scales as float32 [t, k]: an embedding that shares the head's storage.
