@@ -12,28 +12,29 @@ from deepseek_tgi.adapters.layers.norm import RmsNorm
 from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, padded
 from deepseek_tgi.adapters.model_config import GroupedQueryAttention, ModelConfig
 from deepseek_tgi.adapters.weights import WeightSource
-from deepseek_tgi.kernels.select import KernelSet
+from deepseek_tgi.kernels.qkv_attention import HeadNorms, QkvAttention
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """The tensors of one attention part; `q_norm`/`k_norm` act on each head before rope (Qwen3) or are None."""
+    """The tensors of one attention part; `head_norms` act on each query and key head before rope (Qwen3)."""
 
     norm: RmsNorm
     qkv: Linear
     output: Linear
-    q_norm: RmsNorm | None = None
-    k_norm: RmsNorm | None = None
+    head_norms: HeadNorms | None = None
 
 
 class Attention(Part):
     """Attention of one layer. q, k and v are one product; its output buffer is rotated and read in place."""
 
-    def __init__(self, layer: int, spec: GroupedQueryAttention, weights: AttentionWeights, kernels: KernelSet) -> None:
+    def __init__(
+        self, layer: int, spec: GroupedQueryAttention, weights: AttentionWeights, attend: QkvAttention
+    ) -> None:
         self._layer = layer
         self._spec = spec
         self._weights = weights
-        self._kernels = kernels
+        self._attend = attend
         self._scale = spec.head_dim**-0.5
         self._widths = (weights.norm.size, spec.q_width + 2 * spec.kv_width, spec.q_width)
 
@@ -47,10 +48,9 @@ class Attention(Part):
             norm=source.norm(norm, hidden, eps),
             qkv=source.linear(names, widths, hidden, spec.qkv_bias),
             output=source.linear((f"{name}.o_proj",), (hidden,), spec.q_width, spec.output_bias),
-            q_norm=source.norm(f"{name}.q_norm", spec.head_dim, eps) if spec.qk_norm else None,
-            k_norm=source.norm(f"{name}.k_norm", spec.head_dim, eps) if spec.qk_norm else None,
+            head_norms=_load_head_norms(source, name, spec.head_dim, eps) if spec.qk_norm else None,
         )
-        return cls(layer, spec, weights, source.kernels)
+        return cls(layer, spec, weights, source.kernels.qkv_attention)
 
     @property
     def scratch_floats(self) -> int:
@@ -66,8 +66,8 @@ class Attention(Part):
     def nbytes(self) -> int:
         """See `Part`."""
         w = self._weights
-        norms = sum(n.nbytes for n in (w.norm, w.q_norm, w.k_norm) if n is not None)
-        return norms + w.qkv.nbytes + w.output.nbytes
+        heads = w.head_norms.q.nbytes + w.head_norms.k.nbytes if w.head_norms is not None else 0
+        return w.norm.nbytes + heads + w.qkv.nbytes + w.output.nbytes
 
     def bind(self, scratch: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Buffers `normed [T, H]`, `qkv [T, W]`, its views `q [T, Hq, D]`, `k`, `v [T, G, D]`, and `context` twice."""
@@ -82,13 +82,15 @@ class Attention(Part):
     def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
         """See `Part`."""
         normed, qkv, q, k, v, context, context_rows = buffers
-        weights, kernels, inputs = self._weights, self._kernels, step.inputs
-        pages = step.pages[self._layer]
+        weights = self._weights
         weights.qkv.after_norm(hidden, weights.norm, normed, qkv)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            weights.q_norm(q, q)
-            weights.k_norm(k, k)
-        kernels.rope(q, k, inputs.positions, step.cos_sin)
-        kernels.kv_write(pages, k, v, inputs.slots)
-        kernels.paged_attention(q, pages, inputs, self._scale, context)
+        self._attend(
+            q, k, v, step.pages[self._layer], step.inputs,
+            cos_sin=step.cos_sin, scale=self._scale, out=context, head_norms=weights.head_norms,
+        )  # fmt: skip
         weights.output(context_rows, hidden, hidden)
+
+
+def _load_head_norms(source: WeightSource, name: str, head_dim: int, eps: float) -> HeadNorms:
+    q, k = (source.norm(f"{name}.{which}", head_dim, eps).weight for which in ("q_norm", "k_norm"))
+    return HeadNorms(q, k, eps)

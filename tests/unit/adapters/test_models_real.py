@@ -18,6 +18,8 @@ from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.kv.layout import KVMode
 
+pytestmark = pytest.mark.timeout(900)  # seconds each where nothing else runs
+
 NEW_TOKENS = 64
 PLAIN = (
     "The capital of France is",
@@ -89,13 +91,14 @@ def greedy(adapter: QuantizedModelAdapter, texts: list[list[int]]) -> list[tuple
 
 
 @pytest.mark.parametrize(
-    ("dtype", "error_bound"),
-    # Largest difference of a logit (they spread over about 30): summation order alone, or 8-bit mantissas as well.
-    [("float32", 2e-3), ("auto", 0.6)],
+    ("dtype", "error_bound", "tie"),
+    # Largest difference of any of 63 million logits (their spread is 6): summation order alone, or an 8-bit mantissa
+    # in the cache and in the products' inputs as well. A tie is a gap far below the reference's own rounding.
+    [("float32", 5e-4, 1e-3), ("auto", 1.0, 0.1)],
 )
 @torch.no_grad()
 def test_greedy_text_equals_transformers_up_to_near_ties(
-    real_model_dir: Path, reference: Any, dtype: str, error_bound: float
+    real_model_dir: Path, reference: Any, dtype: str, error_bound: float, tie: float
 ) -> None:
     adapter = QuantizedModelAdapter.get_model(str(real_model_dir), options=LoadOptions(dtype=dtype))
     texts = prompts(adapter)
@@ -108,10 +111,10 @@ def test_greedy_text_equals_transformers_up_to_near_ties(
         for row, token in zip(expected, text[-NEW_TOKENS:], strict=True):
             gap = float(row.max() - row[token])
             diverged += gap > 0
-            assert gap <= 2 * error_bound, "not a near-tie: the reference clearly prefers another token"
+            assert gap <= tie, "not a near-tie: the reference clearly prefers another token"
     print(f"{dtype}: largest logit error {worst:.2e}, {diverged} of {20 * NEW_TOKENS} tokens differ at near-ties")
     assert worst <= error_bound
-    assert diverged <= (2 if dtype == "float32" else 20 * NEW_TOKENS // 20)
+    assert diverged <= (0 if dtype == "float32" else 12), "one token in a hundred"
 
 
 WINDOW, CHUNK = 1024, 256
