@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from deepseek_tgi.core import Generation, Request
 from deepseek_tgi.engine.batch import MAX_PROMPT_LOGIT_ROWS, Batch
 from deepseek_tgi.engine.config import Counter
-from deepseek_tgi.engine.intake import FIRST_BLOCK, CacheShape, Intake, blocks_for
+from deepseek_tgi.engine.intake import FIRST_BLOCK, CacheShape, Intake
 from deepseek_tgi.engine.report import ended_early
 from deepseek_tgi.engine.runner import Runner
 from deepseek_tgi.engine.sequence import Sequence
@@ -60,7 +60,7 @@ class Admission:
                 continue
             next_block += len(sequence.blocks)
             sequences.append(sequence)
-        _grant(sequences, runner.max_prefill_tokens - sum(b.current_tokens for b in joined), shape.block_size)
+        _grant(sequences, runner.max_prefill_tokens - sum(b.current_tokens for b in joined))
         return Admitted(sequences, refused)
 
 
@@ -74,16 +74,13 @@ def _without_blocks(requests: Items[Request], others: bool) -> bool:
     return bool(without)
 
 
-def _grant(sequences: Items[Sequence], budget: int, block_size: int) -> None:
-    """Keep the first step within bounds, and let prompts whose cached prefix was not there use what is left of it.
+def _grant(sequences: Items[Sequence], budget: int) -> None:
+    """Bound the prompt tokens that are scored, and let prompts whose cached prefix was not there use what is left.
 
-    The router rounds its budget up to whole blocks, so that much is taken at once; what is beyond waits a step.
+    The rest of the plan is the router's: without `chunk_len` a prompt is computed to its end.
     """
     scored = MAX_PROMPT_LOGIT_ROWS
-    room = blocks_for(max(budget, 1), block_size) * block_size
-    for after, sequence in zip(range(len(sequences) - 1, -1, -1), sequences, strict=True):
-        sequence.next_tokens = max(1, min(sequence.next_tokens, room - after))
-        room -= sequence.next_tokens
+    for sequence in sequences:
         if sequence.prompt_logprobs is not None:
             sequence.next_tokens = max(1, min(sequence.next_tokens, scored))
             scored -= sequence.next_tokens

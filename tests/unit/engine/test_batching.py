@@ -124,17 +124,11 @@ def test_a_cut_prompt_goes_on_beside_newcomers_within_the_budget(driver: Driver)
         expect_greedy(driver, request)
 
 
-def test_prompts_beyond_the_budget_wait_whatever_the_router_asked(driver: Driver) -> None:
-    requests = [driver.request(text, 4) for text in (LONG, "Hello world", LONG[3:])]
-    driver.run(*requests)
-    assert [sum(step.counts) for step in driver.adapter.steps[:3]] == [64, 64, 64]
-    for request in requests:
-        expect_greedy(driver, request)
-
-
-def test_a_prefill_rounded_up_to_whole_blocks_is_one_step(tmp_path: Path) -> None:
+def test_a_prompt_without_a_chunk_length_is_computed_to_its_end(tmp_path: Path) -> None:
     driver = Driver(ScriptedAdapter.in_folder(tmp_path), max_prefill=50)
-    assert driver.prefill(0, driver.request("a" * 64, 1)).batch is None
+    result = driver.prefill(0, driver.request("a" * 64, 1), driver.request("b" * 64, 1))
+    assert result.batch is None
+    assert len(result.generations) == 2
 
 
 @pytest.mark.parametrize("keep", ["long", "short", "both"])
