@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_the_launchers_transfer_switch_is_dropped_without_its_package(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_ENABLE_HF_TRANSFER", "1")
-    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **options: "/there")
     hub.download("owner/name", None, environ)
     assert "HF_HUB_ENABLE_HF_TRANSFER" not in os.environ

