@@ -111,12 +111,17 @@ def check_linear(
     out: torch.Tensor | None,
 ) -> None:
     """Check the operands of `out = x @ w.T + bias + residual`. Raises `GenerationError`."""
-    in_features, out_features = w.in_features, w.out_features
-    if not (x.dim() == 2 and x.dtype == torch.float32 and x.shape[1] == in_features):
-        refuse(f"linear: got {describe('x', x)}, expected [M, {in_features}] float32")
-    if bias is not None and not (bias.dtype == torch.float32 and tuple(bias.shape) == (out_features,)):
-        refuse(f"linear: got {describe('bias', bias)}, expected [{out_features}] float32")
-    shape = (x.shape[0], out_features)
+    if x.dim() != 2 or x.dtype != torch.float32 or x.shape[1] != w.in_features:
+        refuse(f"linear: got {describe('x', x)}, expected [M, {w.in_features}] float32")
+    check_addends((x.shape[0], w.out_features), bias, residual, out)
+
+
+def check_addends(
+    shape: tuple[int, int], bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor | None
+) -> None:
+    """Check what is added to a product of `shape` [M, N] and where it goes. Raises `GenerationError`."""
+    if bias is not None and (bias.dtype != torch.float32 or tuple(bias.shape) != shape[1:]):
+        refuse(f"linear: got {describe('bias', bias)}, expected [{shape[1]}] float32")
     for name, tensor in (("residual", residual), ("out", out)):
         if tensor is not None and (tensor.dtype != torch.float32 or tuple(tensor.shape) != shape):
             refuse(f"linear: got {describe(name, tensor)}, expected {list(shape)} float32")

@@ -3,7 +3,7 @@
 Choice: nibbles stay packed, two to a byte, and are unpacked a tile of output features at a time, so that the temporary
 stays in cache-sized pieces whatever the model. In bfloat16, weights whose shape torch's `_weight_int4pack_mm_for_cpu`
 takes are held in its packing instead: it is several times faster for a few rows. That operator rounds scales to
-bfloat16, a relative error of 2**-9 in each weight on top of the activations' own. Rejected: keeping both packings.
+bfloat16, up to 2**-8 of each weight, on top of the activations' own rounding. Rejected: keeping both packings.
 """
 
 from __future__ import annotations

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_tgi.kernels.common import ComputeDtype, PackedInt4, check_int4, check_linear, describe, refuse
+from deepseek_tgi.kernels.common import (
+    ComputeDtype,
+    PackedInt4,
+    check_addends,
+    check_int4,
+    check_linear,
+    describe,
+    refuse,
+)
 from deepseek_tgi.kernels.library import LONG_CALL_ROWS, NativeLibrary, QuantWeight
 from deepseek_tgi.kernels.quant_layout import block_width, exact_scales, in_tiles, padded_tiles
 
@@ -70,18 +78,8 @@ class Packer:
         return NativeInt4(parts, struct)
 
 
-def _refuse(
-    x: torch.Tensor,
-    w: PackedInt4,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> None:
-    """Raise with the reason; called when a cheap test failed."""
-    check_linear(x, w, bias, residual, out)
-    for name, tensor in (("x", x), ("residual", residual), ("out", out)):
-        if tensor is not None and not tensor.is_contiguous():
-            refuse(f"int4_linear: {describe(name, tensor)} is not contiguous")
+def _fits(tensor: torch.Tensor, size: int) -> bool:
+    return tensor.numel() == size and tensor.dtype is _F32 and tensor.is_contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +98,20 @@ class Int4Ops:
         *,
         prologue: tuple[int, int | None, float] = (_PLAIN, None, 0.0),
     ) -> torch.Tensor:
-        rows, width = x.shape[0], x.shape[1]
-        size = rows * w.out_features
+        rows, size = x.shape[0], x.shape[0] * w.out_features
         if out is None:
             out = torch.empty(rows, w.out_features)
-        elif out.numel() != size or out.dtype is not _F32 or not out.is_contiguous():
-            _refuse(x, w, bias, residual, out)
-        if residual is not None and (
-            residual.numel() != size or residual.dtype is not _F32 or not residual.is_contiguous()
+        if (
+            not _fits(out, size)
+            or (bias is not None and not _fits(bias, w.out_features))
+            or (residual is not None and not _fits(residual, size))
         ):
-            _refuse(x, w, bias, residual, out)
+            check_addends((rows, w.out_features), bias, residual, out)
+            refuse("int4_linear: bias, residual and out are to be contiguous")
         call = self.library.quick if rows < LONG_CALL_ROWS else self.library.slow
         kind, norm, eps = prologue
         call.dstgi_quant_linear(
-            w.address, x.data_ptr(), width, rows, out.data_ptr(), None if bias is None else bias.data_ptr(),
+            w.address, x.data_ptr(), x.shape[1], rows, out.data_ptr(), None if bias is None else bias.data_ptr(),
             None if residual is None else residual.data_ptr(), kind, norm, eps,
         )  # fmt: skip
         return out
@@ -128,8 +126,9 @@ class Int4Ops:
     ) -> torch.Tensor:
         """See the contract; `x` is contiguous."""
         assert isinstance(w, NativeInt4)
-        if x.dim() != 2 or x.shape[1] != w.in_features or x.dtype is not _F32 or not x.is_contiguous():
-            _refuse(x, w, bias, residual, out)
+        if x.dim() != 2 or x.shape[1] != w.in_features or not _fits(x, x.numel()):
+            check_linear(x, w, bias, residual, out)
+            refuse(f"int4_linear: {describe('x', x)} is to be contiguous")
         return self._run(x, w, bias, residual, out)
 
     def norm_int4_linear(
@@ -144,8 +143,11 @@ class Int4Ops:
     ) -> torch.Tensor:
         """See the contract; `x` is contiguous."""
         assert isinstance(w, NativeInt4)
-        if x.dim() != 2 or x.shape[1] != w.in_features or x.dtype is not _F32 or not x.is_contiguous():
-            _refuse(x, w, bias, None, out)
+        if x.dim() != 2 or x.shape[1] != w.in_features or not _fits(x, x.numel()):
+            check_linear(x, w, bias, None, out)
+            refuse(f"int4_linear: {describe('x', x)} is to be contiguous")
+        if not _fits(norm_weight, w.in_features):
+            refuse(f"norm_int4_linear: got {describe('weight', norm_weight)}, expected [{w.in_features}] float32")
         return self._run(x, w, bias, None, out, prologue=(_NORM, norm_weight.data_ptr(), eps))
 
     def silu_int4_linear(
@@ -158,11 +160,9 @@ class Int4Ops:
     ) -> torch.Tensor:
         """See the contract; `gate_up` is contiguous."""
         assert isinstance(w, NativeInt4)
-        if (
-            gate_up.dim() != 2
-            or gate_up.shape[1] != 2 * w.in_features
-            or gate_up.dtype is not _F32
-            or not gate_up.is_contiguous()
-        ):
-            refuse(f"silu_int4_linear: got {describe('gate_up', gate_up)}, expected [M, {2 * w.in_features}]")
+        if gate_up.dim() != 2 or gate_up.shape[1] != 2 * w.in_features or not _fits(gate_up, gate_up.numel()):
+            refuse(
+                f"silu_int4_linear: got {describe('gate_up', gate_up)}, "
+                f"expected [M, {2 * w.in_features}] float32, contiguous"
+            )
         return self._run(gate_up, w, bias, residual, out, prologue=(_SILU, None, 0.0))

@@ -26,7 +26,7 @@ class RmsNorm(Protocol):
 
 def check_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
     """Raise `GenerationError` for operands that do not fit."""
-    if not (x.dtype == torch.float32 and x.dim() in (2, 3) and x.stride(-1) == 1):
+    if not (x.dtype == torch.float32 and x.dim() in (2, 3) and (x.stride(-1) == 1 or x.shape[-1] == 1)):
         refuse(
             f"rms_norm: got {describe('x', x)} with strides {x.stride()}, "
             "expected [T, H] or [T, n, D] float32, last axis dense"

@@ -1,0 +1,127 @@
+"""Which set is chosen, and how the native library comes to be."""
+
+from __future__ import annotations
+
+import logging
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepseek_tgi.errors import ConfigError
+from deepseek_tgi.kernels import compiler, library
+from deepseek_tgi.kernels.common import ComputeDtype
+from deepseek_tgi.kernels.select import select_kernels
+
+# Stands in for a compiler: knows --version, writes what -o names, and counts itself in $CALLS.
+_STAND_IN = """#!/bin/sh
+if [ "$1" = --version ]; then echo "stand-in $VERSION"; exit 0; fi
+echo "$$" >> "$CALLS"
+while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test loads afresh, and leaves torch's thread count as it was."""
+    library.load.cache_clear()
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that costs nothing; returns the file that lists its calls."""
+    script, calls = tmp_path / "cxx", tmp_path / "calls"
+    script.write_text(_STAND_IN)
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    calls.touch()
+    for name, value in (("CXX", script), ("CALLS", calls), ("VERSION", "1"), ("XDG_CACHE_HOME", tmp_path / "cache")):
+        monkeypatch.setenv(name, str(value))
+    return calls
+
+
+def num_calls(calls: Path) -> int:
+    return len(calls.read_text().splitlines())
+
+
+def test_auto_takes_the_native_set_where_a_compiler_is() -> None:
+    try:
+        compiler.find_compiler()
+    except compiler.BuildError as error:
+        pytest.skip(str(error))
+    kernels = select_kernels(compute_dtype=ComputeDtype.BFLOAT16, num_threads=3)
+    assert (kernels.name, kernels.num_threads, kernels.compute_dtype) == ("native", 3, ComputeDtype.BFLOAT16)
+
+
+def test_without_a_compiler_auto_runs_on_torch_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        kernels = select_kernels()
+    assert kernels.name == "torch"
+    assert [r.getMessage() for r in caplog.records] == [
+        "kernels: no C++ compiler found (looked for g++, c++, clang++; install g++ or set CXX); "
+        "falling back to torch operators, which are several times slower"
+    ]
+    with pytest.raises(ConfigError, match="native was asked for, but no C"):
+        select_kernels(wish="native")
+
+
+def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "cxx"
+    script.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "unknown option" >&2\nexit 1\n')
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match="the compiler refused: unknown option"):
+        select_kernels(wish="native")
+    assert [p.name for p in (tmp_path / "cache" / "deepseek-tgi").iterdir()] == ["native.lock"]
+
+
+def test_a_library_is_built_once_and_again_when_its_recipe_changes(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compiler.build()
+    built = num_calls(stand_in)
+    assert built > 1
+    assert compiler.build() == first
+    assert num_calls(stand_in) == built
+    assert compiler.build(("-DOTHER",)) != first
+    monkeypatch.setenv("VERSION", "2")
+    assert compiler.build() != first
+    assert num_calls(stand_in) == 3 * built
+
+
+def test_processes_that_start_together_build_once(stand_in: Path) -> None:
+    code = "from deepseek_tgi.kernels.compiler import build; print(build())"
+    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    paths = {process.communicate(timeout=60)[0] for process in running}
+    assert len(paths) == 1
+    together = num_calls(stand_in)
+    compiler.build(("-DOTHER",))
+    assert num_calls(stand_in) == 2 * together
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_folder(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert compiler.build().parent.parent == tmp_path
+    assert "cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [({"wish": "fast"}, "expected one of auto, native, torch, reference"), ({"device": "meta"}, "expected cpu")],
+)
+def test_wishes_that_cannot_be_had_are_refused(arguments: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        select_kernels(**arguments)  # type: ignore[arg-type]

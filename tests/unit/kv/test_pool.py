@@ -1,0 +1,94 @@
+"""The pool: where sections lie, what is read back, and what integrity means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepseek_tgi.errors import GenerationError, ResourceError
+from deepseek_tgi.kv.layout import PAGE_ALIGNMENT_BYTES, KVLayout, KVMode
+from deepseek_tgi.kv.pool import KVPool
+
+LAYOUTS = [KVLayout(3, 2, 24, 8, mode, size) for mode in KVMode for size in (16, 48)]
+IDS = [f"{layout.mode.value}-S{layout.block_size}" for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+def test_pages_start_on_page_boundaries(layout: KVLayout) -> None:
+    pool = KVPool(layout, 5)
+    assert pool.storage.data_ptr() % PAGE_ALIGNMENT_BYTES == 0
+    assert pool.storage.stride(0) % PAGE_ALIGNMENT_BYTES == 0
+    assert (pool.num_slots, pool.nbytes) == (5 * layout.block_size, pool.storage.numel())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+def test_sections_of_all_layers_cover_a_page_without_overlap(layout: KVLayout) -> None:
+    pool = KVPool(layout, 2)
+    marks = torch.zeros(layout.bytes_per_block, dtype=torch.int32)
+    for layer in range(layout.num_layers):
+        for name in ("k", "v", "k_scale", "v_scale"):
+            view = getattr(pool.view(layer), name)
+            if view is None:
+                continue
+            pool.storage.zero_()
+            view.view(torch.uint8)[1].fill_(1)
+            assert not pool.storage[0].any()
+            marks += pool.storage[1]
+    used = layout.num_layers * layout.layer_bytes_per_block
+    assert bool((marks[:used] == 1).all())
+    assert not bool(marks[used:].any())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+def test_views_have_the_layouts_shapes_and_are_made_once(layout: KVLayout) -> None:
+    pool = KVPool(layout, 5)
+    pages = pool.view(1)
+    assert pages is pool.view(1)
+    assert tuple(pages.k.shape) == (5, 2, layout.block_size, 24)
+    assert tuple(pages.v.shape) == (5, 2, layout.block_size, 8)
+    assert pages.quantised == layout.mode.quantised
+    assert pages.num_slots == pool.num_slots
+
+
+def test_reading_dequantises_by_hand_worked_numbers() -> None:
+    pool = KVPool(KVLayout(1, 1, 2, 1, KVMode.INT8), 2)
+    pages = pool.view(0)
+    assert pages.k_scale is not None
+    assert pages.v_scale is not None
+    pages.k[1, 0, 3] = torch.tensor([0, 255], dtype=torch.uint8)
+    pages.k_scale[1, 0, 3] = torch.tensor([0.5, -2.0], dtype=torch.float16)
+    pages.v[1, 0, 3] = 4
+    pages.v_scale[1, 0, 3] = torch.tensor([0.25, 1.0], dtype=torch.float16)
+    k, v = pool.read(0, torch.tensor([19]))
+    assert k.tolist() == [[[-2.0, 125.5]]]
+    assert v.tolist() == [[[2.0]]]
+
+
+def test_memory_is_taken_only_as_pages_are_written() -> None:
+    layout = KVLayout(4, 4, 64, 64, KVMode.FLOAT32)
+    pool = KVPool(layout, (1 << 34) // layout.bytes_per_block)  # 16 GiB of addresses
+    pool.view(0).k[-1, 0, 0] = 1.0
+    assert float(pool.read(0, torch.tensor([pool.num_slots - layout.block_size]))[0][0, 0, 0]) == 1.0
+
+
+def test_integrity_holds_for_a_fresh_pool_and_names_a_moved_view() -> None:
+    layout = KVLayout(2, 2, 16, 16, KVMode.INT8)
+    pool, other = KVPool(layout, 3), KVPool(layout, 3)
+    pool.check_integrity()
+    pool._views[1] = other.view(1)
+    with pytest.raises(GenerationError, match="layer 1 k lies at byte"):
+        pool.check_integrity()
+
+
+def test_a_closed_pool_is_refused() -> None:
+    pool = KVPool(LAYOUTS[0], 2)
+    pool.close()
+    for use in (lambda: pool.view(0), pool.check_integrity):
+        with pytest.raises(GenerationError, match="after close"):
+            use()
+
+
+@pytest.mark.parametrize("blocks", [0, -1, 1 << 50])
+def test_a_pool_that_cannot_be_had_is_refused(blocks: int) -> None:
+    with pytest.raises(ResourceError, match="KV pool"):
+        KVPool(LAYOUTS[0], blocks)
