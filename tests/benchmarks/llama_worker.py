@@ -18,11 +18,8 @@ import llama_cpp as lc
 
 MAX_CONTEXT = 16 * 1024
 MAX_BATCH = 2048
-
-
-@lc.llama_log_callback
-def quiet(_level: int, _text: bytes, _data: ctypes.c_void_p) -> None:
-    """llama.cpp reports every tensor otherwise."""
+QUIET = lc.llama_log_callback(lambda _level, _text, _data: None)
+"""llama.cpp reports every tensor otherwise. Kept for the process's life: C holds a pointer to it."""
 
 
 class Llama:
@@ -122,7 +119,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--requantise-to")
     arguments = parser.parse_args()
-    lc.llama_log_set(quiet, ctypes.c_void_p(0))
+    lc.llama_log_set(QUIET, ctypes.c_void_p(0))
     if arguments.requantise_to:
         requantise(arguments.gguf, arguments.requantise_to)
         return

@@ -1,4 +1,4 @@
-"""Our engine behind the benchmark's line protocol: the calls that a shard makes, with no gRPC and no HTTP about them."""
+"""Our engine behind the benchmark's line protocol: the calls that a shard makes, without gRPC or HTTP."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Ours:
         self.adapter = QuantizedModelAdapter.get_model(model, None, LoadOptions())
         self.engine = Engine(self.adapter, EngineConfig())
         self.block_size = self.engine.info().block_size
-        warmup = [self.request(0, "warm " * MAX_INPUT_TOKENS, MAX_INPUT_TOKENS, MAX_TOTAL_TOKENS - MAX_INPUT_TOKENS, [])]
-        self.engine.warmup(warmup, MAX_INPUT_TOKENS, MAX_PREFILL_TOKENS, MAX_TOTAL_TOKENS)
+        rest = MAX_TOTAL_TOKENS - MAX_INPUT_TOKENS
+        longest = self.request(0, "warm " * MAX_INPUT_TOKENS, MAX_INPUT_TOKENS, rest, [])
+        self.engine.warmup([longest], MAX_INPUT_TOKENS, MAX_PREFILL_TOKENS, MAX_TOTAL_TOKENS)
         self.batch_id = 0
 
     def request(self, request_id: int, text: str, prompt_tokens: int, tokens: int, blocks: Sequence[int]) -> Request:
