@@ -7,15 +7,14 @@ A prompt's text may carry its own script: see `Script.parse`.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
+from fake_script import Running, Script, Traits
 from tiny_tokenizer import build_tokenizer
 
 from deepseek_tgi.core import HEALTH_REQUEST_ID
@@ -25,51 +24,6 @@ from deepseek_tgi.pb.generate_pb2_grpc import TextGenerationServiceServicer, add
 EOS_TEXT = "</s>"
 
 
-@dataclass(frozen=True)
-class Traits:
-    """What the shard says of itself."""
-
-    block_size: int = 16
-    support_chunking: bool = True
-    use_prefix_caching: bool = True
-    requires_padding: bool = False
-    num_blocks: int = 300
-    max_total_tokens: int = 512
-    reported_capacity: bool = True
-
-
-@dataclass
-class Script:
-    """What a prompt yields: token texts one after the other, then end-of-sequence; without texts `w<n> ` for ever."""
-
-    texts: list[str] | None = None
-    fail_at: int | None = None
-
-    @classmethod
-    def parse(cls, prompt: str) -> Script:
-        """`say[a|b|c]` anywhere in the prompt gives the texts, `fail[3]` makes its third step fail."""
-        said = re.search(r"say\[(.*?)\]", prompt, re.DOTALL)
-        fails = re.search(r"fail\[(\d+)\]", prompt)
-        return cls(said[1].split("|") if said else None, int(fails[1]) if fails else None)
-
-
-@dataclass
-class Running:
-    """One request inside the shard."""
-
-    request: pb.Request
-    ids: list[int]
-    script: Script
-    stored: int
-    chunk: int | None
-    made: list[str] = field(default_factory=list)
-    ended: bool = False
-
-    @property
-    def prefilling(self) -> bool:
-        return self.stored < len(self.ids)
-
-
 class FakeShard(TextGenerationServiceServicer):
     """The eight calls. `gate` holds steps back while it is cleared.
 
@@ -77,9 +31,9 @@ class FakeShard(TextGenerationServiceServicer):
     pairs of request id and count of tokens.
     """
 
-    def __init__(self, path: Path, traits: Traits = Traits(), ranks: int = 1, rank: int = 0) -> None:
+    def __init__(self, path: Path, traits: Traits | None = None, ranks: int = 1, rank: int = 0) -> None:
         self.path = path
-        self.traits = traits
+        self.traits = traits or Traits()
         self.ranks = ranks
         self.rank = rank
         self.calls: list[tuple[str, Any]] = []

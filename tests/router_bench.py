@@ -7,11 +7,13 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-from fake_shard import FakeShard, Traits
+from fake_script import Traits
+from fake_shard import FakeShard
 from tiny_tokenizer import write_tokenizer
 
 from deepseek_tgi.router.assembly import Router, assemble
@@ -19,6 +21,7 @@ from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import from_sources
 from deepseek_tgi.router.listener import bind, server_for
 from deepseek_tgi.router.model_files import load_model_files
+from deepseek_tgi.router.spans import Spans
 from deepseek_tgi.router.startup import introduce
 
 
@@ -88,6 +91,7 @@ async def router_bench(
     traits: Traits | None = None,
     ranks: int = 1,
     environ: Mapping[str, str] | None = None,
+    spans: Spans | None = None,
 ) -> AsyncIterator[Bench]:
     """Start shards and router; at the end nothing may be in flight, no block lost and no fault seen."""
     model = folder / "model"
@@ -101,7 +105,7 @@ async def router_bench(
         for rank in range(ranks):
             shards.append(await FakeShard(folder / f"shard-{rank}", traits or Traits(), ranks, rank).start())
             stack.push_async_callback(shards[-1].stop)
-        client = await ShardClient.connect(config.master_shard_uds_path)
+        client = await ShardClient.connect(config.master_shard_uds_path, spans)
         stack.push_async_callback(client.close)
         router = assemble(config, client, await introduce(client, config), load_model_files(config))
         stack.callback(router.close)
@@ -141,5 +145,25 @@ async def _check_rest(bench: Bench) -> None:
         blocks.check_integrity()
     assert not bench.batching.done(), "the batching loop ended"
     for shard in bench.shards:
+        await bench.until(lambda s=shard: not s.live, "the shard holds no request")
         assert shard.faults == []
-        assert shard.live == []
+
+
+def body(text: str = "hello", new: int = 4, **parameters: Any) -> dict[str, Any]:
+    """A native request."""
+    return {"inputs": text, "parameters": {"max_new_tokens": new, **parameters}}
+
+
+async def held(bench: Bench, *bodies: dict[str, Any]) -> list[asyncio.Task[Any]]:
+    """Start requests one after the other, so that they queue in this order."""
+    scheduler = bench.router.scheduler
+    tasks = []
+    for wish in bodies:
+        number = scheduler._next_entry_id + 1
+        tasks.append(asyncio.create_task(bench.post("/generate", wish)))
+        await bench.until(partial(_reached, scheduler, number))
+    return tasks
+
+
+def _reached(scheduler: Any, number: int) -> bool:
+    return bool(scheduler._next_entry_id == number)

@@ -40,6 +40,7 @@ class RouterApp:
         self._routes = Routes(table)
         self._infer = state.infer
         self._traffic = state.traffic
+        self._spans = state.spans
         key = state.config.api_key
         self._authorization = None if key is None else f"Bearer {key}".lower()
         self._cors = Cors(state.config.cors_allow_origin)
@@ -81,7 +82,8 @@ class RouterApp:
         if self._traffic.draining:
             exchange.extra_headers.append((b"connection", b"close"))
             raise NotReadyError("The server is shutting down and takes no new requests")
-        with self._traffic.request():
+        parent = exchange.header("traceparent"), exchange.header("tracestate")
+        with self._traffic.request(), self._spans.request(exchange.path, *parent):
             await handler(exchange)
 
     def _authorized(self, authorization: str | None) -> bool:

@@ -56,6 +56,7 @@ def assemble(config: RouterConfig, shards: ShardClient, facts: ShardFacts, files
         liveness=liveness,
         metrics=metrics,
         traffic=Traffic(),
+        spans=shards.spans,
         template=files.template,
         model_sha=files.sha,
         pipeline_tag=files.pipeline_tag,

@@ -8,11 +8,12 @@ from typing import Any
 
 from deepseek_tgi.router import sse
 from deepseek_tgi.router.http import Exchange
-from deepseek_tgi.router.infer import Generated, TokenEvent
+from deepseek_tgi.router.infer import Generated
 from deepseek_tgi.router.openai_format import ChatChunks, Reasons, Usage, chat_completion, chat_logprobs, visible
 from deepseek_tgi.router.openai_requests import SERVED_MODEL, ChatRequest, chat_request
 from deepseek_tgi.router.requests import GenerateRequest
 from deepseek_tgi.router.state import RouterState
+from deepseek_tgi.router.tokens import TokenEvent
 from deepseek_tgi.router.tools import NO_TOOL, CallReader, Toolbox, next_call_id, parse_call, toolbox
 from deepseek_tgi.router.validation import check_streamable
 from deepseek_tgi.text.chat_template import TemplateError

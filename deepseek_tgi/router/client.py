@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -17,6 +17,10 @@ from deepseek_tgi.errors import NotReadyError
 from deepseek_tgi.pb import generate_pb2 as pb
 from deepseek_tgi.pb.generate_pb2_grpc import TextGenerationServiceStub
 from deepseek_tgi.router.errors import ShardError
+from deepseek_tgi.router.spans import Spans
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, SpanContext
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +43,13 @@ CHANNEL_OPTIONS = (
 class ShardClient:
     """Connections to all ranks, in rank order."""
 
-    def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
+    def __init__(self, channels: Sequence[grpc.aio.Channel], spans: Spans | None = None) -> None:
         self._channels = list(channels)
+        self.spans = spans or Spans()
         self._stubs: list[Any] = [TextGenerationServiceStub(channel) for channel in channels]
 
     @classmethod
-    async def connect(cls, master_uds_path: str) -> ShardClient:
+    async def connect(cls, master_uds_path: str, spans: Spans | None = None) -> ShardClient:
         """Connect to rank 0, ask it for all ranks and connect to those, once.
 
         Raises: `NotReadyError` naming the socket that does not answer.
@@ -59,7 +64,7 @@ class ShardClient:
             ) from error
         finally:
             await master.close()
-        return cls([await _open(url.removeprefix("unix://")) for url in found.urls])
+        return cls([await _open(url.removeprefix("unix://")) for url in found.urls], spans)
 
     @property
     def world_size(self) -> int:
@@ -93,29 +98,46 @@ class ShardClient:
         return self._all("FilterBatch", pb.FilterBatchRequest(batch_id=batch_id, request_ids=request_ids), _last)
 
     def prefill(
-        self, batch: pb.Batch, cached: pb.CachedBatch | None = None, timeout: float | None = None
+        self,
+        batch: pb.Batch,
+        cached: pb.CachedBatch | None = None,
+        timeout: float | None = None,
+        linked: Iterable[SpanContext | None] = (),
     ) -> Awaitable[Step]:
-        """One step for new requests (and the cached batch's). The call is under way when this returns."""
-        return self._all("Prefill", pb.PrefillRequest(batch=batch, cached_batch=cached), _merged, timeout)
+        """One step for new requests (and the cached batch's). The call is under way when this returns.
+
+        `linked` are the spans of the HTTP requests that ask for it.
+        """
+        return self._all("Prefill", pb.PrefillRequest(batch=batch, cached_batch=cached), _merged, timeout, linked)
 
     def decode(self, batches: Sequence[pb.CachedBatch]) -> Awaitable[Step]:
         """One step for cached batches. The call is under way when this returns."""
         return self._all("Decode", pb.DecodeRequest(batches=batches), _merged)
 
     def _all(
-        self, name: str, request: Any, merge: Callable[[list[Any]], R], timeout: float | None = None
+        self,
+        name: str,
+        request: Any,
+        merge: Callable[[list[Any]], R],
+        timeout: float | None = None,
+        linked: Iterable[SpanContext | None] = (),
     ) -> Awaitable[R]:
-        calls = [getattr(stub, name)(request, timeout=timeout) for stub in self._stubs]
-        return _answers(calls, merge)
+        span, metadata = self.spans.call(name, linked)
+        calls = [getattr(stub, name)(request, timeout=timeout, metadata=metadata) for stub in self._stubs]
+        return _answers(calls, merge, span)
 
 
-async def _answers(calls: list[Any], merge: Callable[[list[Any]], R]) -> R:
+async def _answers(calls: list[Any], merge: Callable[[list[Any]], R], span: Span | None) -> R:
     answers: list[Any] = []
-    for call in calls:
-        try:
-            answers.append(await call)
-        except grpc.aio.AioRpcError as error:
-            answers.append(ShardError(error.details() or error.code().name))
+    try:
+        for call in calls:
+            try:
+                answers.append(await call)
+            except grpc.aio.AioRpcError as error:
+                answers.append(ShardError(error.details() or error.code().name))
+    finally:
+        if span is not None:
+            span.end()
     return merge(answers)
 
 

@@ -10,11 +10,12 @@ from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.router import sse
 from deepseek_tgi.router.errors import BatchSizeError, SuffixError
 from deepseek_tgi.router.http import Exchange
-from deepseek_tgi.router.infer import Generated, TokenEvent
+from deepseek_tgi.router.infer import Generated
 from deepseek_tgi.router.openai_format import Reasons, Usage, completion, completion_choice, completion_chunk
 from deepseek_tgi.router.openai_requests import CompletionRequest, completion_request
 from deepseek_tgi.router.requests import GenerateRequest
 from deepseek_tgi.router.state import RouterState, milliseconds
+from deepseek_tgi.router.tokens import TokenEvent
 from deepseek_tgi.router.validation import check_streamable
 
 

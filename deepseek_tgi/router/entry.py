@@ -6,11 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.pb import generate_pb2 as pb
 from deepseek_tgi.router.blocks import Allocation
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
 
 Delivery: TypeAlias = pb.Generation | DeepseekTgiError
 
@@ -74,6 +77,7 @@ class Entry:
     prefilled: bool = False
     cancelled: bool = False
     on_cancel: Callable[[Entry], None] | None = None
+    trace: SpanContext | None = None
 
     def cancel(self) -> None:
         """The client is gone: nothing more is wanted. The scheduler drops the entry within one step."""

@@ -19,8 +19,10 @@ from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import RouterConfig, from_sources
 from deepseek_tgi.router.listener import bind, server_for
 from deepseek_tgi.router.model_files import load_model_files
+from deepseek_tgi.router.spans import Spans
 from deepseek_tgi.router.startup import introduce
 from deepseek_tgi.telemetry import log
+from deepseek_tgi.telemetry.tracing import set_up
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +54,20 @@ async def serve(config: RouterConfig) -> int:
         asyncio.get_running_loop().add_signal_handler(number, starting.cancel)
     with contextlib.closing(bind(config.hostname, config.port)) as listener:
         files = await asyncio.to_thread(load_model_files, config)
-        shards = await ShardClient.connect(config.master_shard_uds_path)
+        tracing = set_up(config.otlp_endpoint, config.otlp_service_name, _lost)
+        spans = Spans(tracing.tracer if config.otlp_endpoint else None)
+        shards = await ShardClient.connect(config.master_shard_uds_path, spans)
         try:
             facts = await introduce(shards, config)
             router = assemble(config, shards, facts, files)
             return await _run(router, listener, config.graceful_termination_timeout)
         finally:
             await shards.close()
+            tracing.shutdown()
+
+
+def _lost(spans: int) -> None:
+    logger.debug("%d spans were lost", spans)
 
 
 async def _run(router: Router, listener: socket.socket, drain_seconds: float) -> int:

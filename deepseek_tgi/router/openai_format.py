@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from deepseek_tgi.router.infer import Token, TokenEvent
+from deepseek_tgi.router.tokens import Token, TokenEvent
 
 REASONS = {"eos_token": "stop"}
 STRICT_REASONS = {"eos_token": "stop", "stop_sequence": "stop"}

@@ -66,6 +66,7 @@ class Scheduler:
         """Queue a job. The caller reads `entry.mailbox`, and calls `entry.cancel()` when it stops before the end."""
         entry = Entry(self._next_entry_id, job, queued_at=time.monotonic(), on_cancel=self._cancelled)
         self._next_entry_id += 1
+        entry.trace = self._shards.spans.current()
         self._queue.append(entry)
         self._arrived.set()
         return entry
@@ -141,7 +142,8 @@ class Scheduler:
         entries = {**self._running, **batch.entries} if joined else batch.entries
         self._running.update(batch.entries)
         ids = [batch.message.id] if cached is None else [batch.message.id, cached.id]
-        return await self._step("prefill", self._shards.prefill(batch.message, cached), entries, ids)
+        linked = [entry.trace for entry in batch.entries.values()]
+        return await self._step("prefill", self._shards.prefill(batch.message, cached, linked=linked), entries, ids)
 
     async def _decode(self, batches: Sequence[pb.CachedBatch]) -> pb.CachedBatch | None:
         """One step for everything that runs."""

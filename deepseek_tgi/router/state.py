@@ -12,6 +12,7 @@ from deepseek_tgi.router.http import Exchange
 from deepseek_tgi.router.infer import Generated, Infer
 from deepseek_tgi.router.liveness import Liveness
 from deepseek_tgi.router.metrics import RouterMetrics
+from deepseek_tgi.router.spans import Spans
 from deepseek_tgi.router.traffic import Traffic
 from deepseek_tgi.router.validation import Limits
 from deepseek_tgi.text.chat_template import ChatTemplate
@@ -27,6 +28,7 @@ class RouterState:
     liveness: Liveness
     metrics: RouterMetrics
     traffic: Traffic
+    spans: Spans
     template: ChatTemplate | None
     model_sha: str | None = None
     pipeline_tag: str | None = None

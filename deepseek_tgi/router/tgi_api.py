@@ -10,9 +10,10 @@ from typing import Any
 from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.router import sse
 from deepseek_tgi.router.http import Exchange
-from deepseek_tgi.router.infer import Ending, Generated, Token, TokenEvent, TokenStream
+from deepseek_tgi.router.infer import Generated, TokenStream
 from deepseek_tgi.router.requests import GenerateRequest, generate_request
 from deepseek_tgi.router.state import RouterState
+from deepseek_tgi.router.tokens import Ending, Token, TokenEvent
 from deepseek_tgi.router.validation import check_best_of, check_streamable
 
 

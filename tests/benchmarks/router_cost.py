@@ -9,12 +9,15 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.tiny_tokenizer import write_tokenizer
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -63,7 +66,8 @@ SHARD = """
 import asyncio, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from fake_shard import FakeShard, Traits
+from fake_script import Traits
+from fake_shard import FakeShard
 async def main():
     shard = FakeShard(Path(sys.argv[1]), Traits(max_total_tokens=4000, num_blocks=8000))
     await shard.start()
@@ -74,19 +78,15 @@ asyncio.run(main())
 
 def run(path: str, streams: int, tokens: int) -> Cost:
     """Start shard and router, measure, stop both."""
-    sys.path.insert(0, str(TESTS))
-    from launched_server import free_port
-    from tiny_tokenizer import write_tokenizer
-
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder)
-        socket = folder / "shard-0"
-        port = free_port()
-        shard = subprocess.Popen([sys.executable, "-c", SHARD.format(tests=str(TESTS)), str(socket)])
-        while not socket.exists():
+        path_of_shard = folder / "shard-0"
+        port = _free_port()
+        shard = subprocess.Popen([sys.executable, "-c", SHARD.format(tests=str(TESTS)), str(path_of_shard)])
+        while not path_of_shard.exists():
             time.sleep(0.02)
-        argv = ["--tokenizer-name", name, "--master-shard-uds-path", str(socket), "--port", str(port)]
+        argv = ["--tokenizer-name", name, "--master-shard-uds-path", str(path_of_shard), "--port", str(port)]
         router = subprocess.Popen(
             [sys.executable, "-m", "deepseek_tgi.router", *argv, "--hostname", "127.0.0.1"], stdout=subprocess.DEVNULL
         )
@@ -97,6 +97,13 @@ def run(path: str, streams: int, tokens: int) -> Cost:
             router.wait()
             shard.terminate()
             shard.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 async def _when_up(port: int, pid: int, path: str, streams: int, tokens: int) -> Cost:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_shard import Traits
+from fake_script import Traits
 from router_bench import Bench, router_bench
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_shard import FakeShard, Traits
+from fake_script import Traits
+from fake_shard import FakeShard
 from tiny_tokenizer import write_tokenizer
 
 from deepseek_tgi.pb import generate_pb2 as pb
@@ -90,6 +91,7 @@ def test_wrong_arguments_end_with_one_clear_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], code: int, text: str
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("deepseek_tgi.telemetry.log.configure", lambda *_: None)  # the test run keeps its own logs
     assert main(["--port", "0", "--hostname", "127.0.0.1", *argv]) == code
     error = capsys.readouterr().err
     assert text in error
