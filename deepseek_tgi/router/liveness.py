@@ -6,10 +6,13 @@ import logging
 
 from deepseek_tgi.core import HEALTH_REQUEST_ID
 from deepseek_tgi.pb import generate_pb2 as pb
-from deepseek_tgi.router.client import HEALTH_TIMEOUT_S, ShardClient
+from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.errors import ShardError
 
 logger = logging.getLogger(__name__)
+
+DUMMY_TIMEOUT_S = 60.0
+"""The dummy generation waits behind the step that runs, which may be a long prefill: slow is not dead."""
 
 
 class Liveness:
@@ -29,7 +32,7 @@ class Liveness:
             if self.healthy:
                 await self._shards.health()
             else:
-                await self._shards.prefill(liveness_batch(), timeout=HEALTH_TIMEOUT_S)
+                await self._shards.prefill(liveness_batch(), timeout=DUMMY_TIMEOUT_S)
         except ShardError as error:
             logger.error("the shard is not healthy: %s", error)
             self.healthy = False
