@@ -84,7 +84,7 @@ class RouterConfig:
     ngrok_authtoken: str | None = _flag(text, "token of ngrok", "NGROK_AUTHTOKEN", secret=True)
     ngrok_edge: str | None = _flag(text, "edge of ngrok", "NGROK_EDGE")
     graceful_termination_timeout: int = _flag(
-        integer(0, 86400), "seconds running requests get after SIGTERM", "GRACEFUL_TERMINATION_TIMEOUT", default=90
+        integer(0, 86400), "seconds from SIGTERM to the end", "GRACEFUL_TERMINATION_TIMEOUT", default=90
     )
     log_level: str = option(text, "off, error, warn, info, debug", env=("LOG_LEVEL",), default="info", flag=False)
     compute_type: str = option(

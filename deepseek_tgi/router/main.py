@@ -90,7 +90,8 @@ async def _run(router: Router, listener: socket.socket, drain_seconds: float) ->
             if task.done():
                 task.result()
         return 1
-    await _drain(router, drain_seconds)
+    # A launcher kills at the end of this time: what is cut off must have been told before.
+    await _drain(router, max(0.0, drain_seconds - 2 * CLOSE_SECONDS))
     server.should_exit = True
     await http
     batching.cancel()
