@@ -44,7 +44,7 @@ def load_decoder(config: ModelConfig, checkpoint: Checkpoint, source: WeightSour
     rope = RopeTable(config.rope, config.attention.head_dim, config.max_position_embeddings, device)
     checkpoint.finish()
     _give_back(checkpoint)
-    decoder = Decoder(DecoderWeights(table, parts, head, rope), source.kernels.embedding, device)
+    decoder = Decoder(DecoderWeights(table, parts, head, rope), source.kernels, device)
     stored = ", ".join(f"{count} {name}" for name, count in sorted(source.formats.items()))
     logger.info(
         "%s: loaded %s, %d layers (%s modules), %.1f MB on disk, %.1f MB in memory, %.2f s",

@@ -13,10 +13,12 @@ from deepseek_tgi.adapters.layers.part import Part, StepContext
 from deepseek_tgi.adapters.layers.rope import RopeTable
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import PackedDense
-from deepseek_tgi.kernels.embedding import Embedding
 from deepseek_tgi.kernels.pages import LayerPages
+from deepseek_tgi.kernels.select import KernelSet
 
 Buffers = tuple[torch.Tensor, ...]
+TORCH_TILE_FLOATS = 8 << 20
+"""What the torch kernels hold besides: a tile of unpacked weights and of attention scores, in several precisions."""
 KEPT_SIZES = 8
 """Step sizes whose cut of the scratch memory is remembered: decode comes back to the same few."""
 
@@ -70,9 +72,10 @@ class Scratch:
 class Decoder:
     """A loaded model that can take steps. Holds no request state."""
 
-    def __init__(self, weights: DecoderWeights, embedding: Embedding, device: torch.device) -> None:
+    def __init__(self, weights: DecoderWeights, kernels: KernelSet, device: torch.device) -> None:
         self._weights = weights
-        self._embedding = embedding
+        self._embedding = kernels.embedding
+        self._native = kernels.name == "native"
         self._scratch = Scratch(weights.parts, device)
 
     @property
@@ -83,11 +86,17 @@ class Decoder:
         return table + sum(p.nbytes for p in w.parts) + w.head.nbytes
 
     def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
-        """Upper bound of what a step takes beyond weights and cache."""
+        """Upper bound of what a step takes beyond weights and cache, contexts being the step's own tokens.
+
+        Kernels made of torch's operators return fresh tensors (an input and two outputs of the widest product at a
+        time), convert weights tile by tile, and gather the context; the compiled ones work in place.
+        """
         head = self._weights.head
-        width = head.norm.size
-        per_token = self._scratch.floats_per_token + 2 * width  # the stream, and rows of the table before conversion
-        return 4 * (num_tokens * per_token + num_logit_rows * (width + head.vocab_size))
+        width, scratch = head.norm.size, self._scratch.floats_per_token
+        floats = num_tokens * (scratch + 2 * width) + num_logit_rows * (width + head.vocab_size)
+        if not self._native:
+            floats += num_tokens * 3 * scratch + num_logit_rows * 2 * head.vocab_size + TORCH_TILE_FLOATS
+        return 4 * floats
 
     def step(self, inputs: ForwardInputs, pages: Sequence[LayerPages]) -> torch.Tensor:
         """Raw logits `[R, V] float32` of `inputs.logit_rows`; K/V of all tokens is written to `pages`."""
