@@ -56,7 +56,7 @@ def write_json(path: Path, content: Mapping[str, object], indent: int | None = 2
 def _explain(error: OSError, out: Path) -> Exception:
     if error.errno in _DISK_FULL:
         free = shutil.disk_usage(_existing_parent(out)).free
-        return ResourceError(f"{out}: the disk is full ({free} bytes free); nothing was left behind")
+        return ResourceError(f"{out}: the disk is full ({error.strerror}, {free} are free); nothing was left behind")
     return ConfigError(f"{out}: cannot be written: {error.strerror or error}")
 
 

@@ -48,13 +48,14 @@ class SafetensorsWriter:
         """Write the header of `plan`. Raises `OSError` (ENOSPC) if the file does not fit."""
         self._waiting = list(reversed(plan))
         header = _header(plan, {"format": "pt", **(metadata or {})})
+        needed = len(header) + sum(tensor.num_bytes for tensor in plan)
         self._file = path.open("xb")
         try:
-            os.posix_fallocate(self._file.fileno(), 0, len(header) + sum(tensor.num_bytes for tensor in plan))
+            os.posix_fallocate(self._file.fileno(), 0, needed)
             self._file.write(header)
-        except BaseException:
+        except OSError as error:
             self._file.close()
-            raise
+            raise OSError(error.errno, f"{error.strerror}: {path.name} takes {needed} bytes") from error
 
     def write(self, tensor: torch.Tensor) -> None:
         """Write the next planned tensor; its dtype and shape must be the planned ones."""
