@@ -44,75 +44,89 @@ struct Work {
   float *max, *total;
 };
 
-DSTGI_INLINE F32 load_item(const Pages& p, const char* row, int64_t i, int n, F32 scale, F32 zero_point) {
-  const int64_t item = p.mode == 0 ? 4 : p.mode == 3 ? 1 : 2;
-  char tail[LANES * 4];
-  const char* at = row + i * item;
-  if (n < LANES && p.mode != 0) {
-    std::memset(tail, 0, sizeof tail);
-    std::memcpy(tail, at, n * item);
-    at = tail;
-  }
-  switch (p.mode) {
-    case 0:
-      return load_n(reinterpret_cast<const float*>(at), n);
-    case 1:
-      return load_bf16(reinterpret_cast<const uint16_t*>(at));
-    case 2:
-      return load_half(reinterpret_cast<const uint16_t*>(at));
-    default:
-      return keep_below(fma(to_float(load_u8(reinterpret_cast<const uint8_t*>(at))), scale, zero_point), n, zero());
-  }
+// `n` < 16 elements of a row's end, without reading past them.
+template <int ITEM>
+DSTGI_INLINE const char* padded_copy(const char* at, int n, char* room) {
+  std::memset(room, 0, LANES * ITEM);
+  std::memcpy(room, at, n * ITEM);
+  return room;
 }
 
-// Where position `at` of a head lies: its row, and its scale and zero if the pages have them.
-struct Row {
-  const char* data;
-  F32 scale, zero_point;
+// Sixteen elements at `at` (`n` of them real, the others 0) as float32; `scale` and `zero_point` serve int8.
+template <int MODE>
+DSTGI_INLINE F32 load_item(const char* at, int n, F32 scale, F32 zero_point) {
+  constexpr int ITEM = MODE == 0 ? 4 : MODE == 3 ? 1 : 2;
+  if (MODE == 0) {
+    const float* x = reinterpret_cast<const float*>(at);
+    return n < LANES ? load_n(x, n) : load(x);
+  }
+  char room[LANES * ITEM];
+  if (n < LANES) at = padded_copy<ITEM>(at, n, room);
+  if (MODE == 1) return load_bf16(reinterpret_cast<const uint16_t*>(at));
+  if (MODE == 2) return load_half(reinterpret_cast<const uint16_t*>(at));
+  const F32 x = fma(to_float(load_u8(reinterpret_cast<const uint8_t*>(at))), scale, zero_point);
+  return n < LANES ? keep_below(x, n, zero()) : x;
+}
+
+// Sixteen neighbouring positions of one head: they lie in one page, since a block holds a multiple of sixteen.
+struct Group {
+  const char* rows;
+  float scales[2 * LANES];  // scale, zero of each position
 };
 
-DSTGI_INLINE Row find_row(const Call& c, int64_t request, int64_t head, int64_t at, bool is_key) {
+template <int MODE>
+DSTGI_INLINE void find_group(const Call& c, const Unit& u, int64_t at, bool is_key, Group* g) {
   const Pages& p = *c.p;
-  const int64_t page = c.block_tables[request * c.table_stride + at / p.block_size];
-  const int64_t row = head * p.block_size + at % p.block_size, width = is_key ? p.k_dim : p.v_dim;
-  const int64_t item = p.mode == 0 ? 4 : p.mode == 3 ? 1 : 2;
-  Row r{(is_key ? p.k : p.v) + page * p.page_stride + row * width * item, zero(), zero()};
-  if (p.mode == 3) {
-    const char* scales = (is_key ? p.k_scale : p.v_scale) + page * p.page_stride + row * 4;
-    uint16_t pair[LANES] = {};
-    std::memcpy(pair, scales, 4);
-    float lanes[LANES];
-    store(lanes, load_half(pair));
-    r.scale = set1(lanes[0]);
-    r.zero_point = set1(lanes[1]);
-  }
-  return r;
+  const int64_t page = c.block_tables[u.request * c.table_stride + at / p.block_size];
+  const int64_t row = u.head * p.block_size + at % p.block_size, width = is_key ? p.k_dim : p.v_dim;
+  constexpr int64_t ITEM = MODE == 0 ? 4 : MODE == 3 ? 1 : 2;
+  g->rows = (is_key ? p.k : p.v) + page * p.page_stride + row * width * ITEM;
+  if (MODE != 3) return;
+  const uint16_t* pairs = reinterpret_cast<const uint16_t*>((is_key ? p.k_scale : p.v_scale) + page * p.page_stride);
+  store(g->scales, load_half(pairs + row * 2));
+  store(g->scales + LANES, load_half(pairs + row * 2 + LANES));
 }
 
-// Keys of positions [from, from + n) as [k_pad][PANEL]; places beyond n are 0.
+// Keys of positions [from, from + n) as [k_pad][PANEL]; what is beyond n is not looked at.
+template <int MODE>
 void load_keys(const Call& c, const Unit& u, int64_t from, int64_t n, float* panel) {
-  for (int64_t block = 0; block < PANEL; block += LANES) {
-    Row rows[LANES];
-    for (int j = 0; j < LANES; ++j)
-      if (block + j < n) rows[j] = find_row(c, u.request, u.head, from + block + j, true);
-    for (int64_t d = 0; d < c.p->k_dim; d += LANES) {
-      const int width = static_cast<int>(c.p->k_dim - d);
+  constexpr int64_t ITEM = MODE == 0 ? 4 : MODE == 3 ? 1 : 2;
+  const int64_t width = c.p->k_dim;
+  for (int64_t block = 0; block < n; block += LANES) {
+    const int64_t rows = n - block < LANES ? n - block : LANES;
+    Group g;
+    find_group<MODE>(c, u, from + block, true, &g);
+    for (int64_t d = 0; d < width; d += LANES) {
       F32 lines[LANES];
-      for (int j = 0; j < LANES; ++j)
-        lines[j] = block + j < n ? load_item(*c.p, rows[j].data, d, width, rows[j].scale, rows[j].zero_point) : zero();
+      for (int64_t j = 0; j < LANES; ++j)
+        lines[j] = j < rows ? load_item<MODE>(g.rows + (j * width + d) * ITEM, static_cast<int>(width - d),
+                                              set1(g.scales[2 * j]), set1(g.scales[2 * j + 1]))
+                            : zero();
       transpose16(lines, panel + d * PANEL + block, PANEL);
     }
-    if (block + LANES >= n) return;  // scores beyond are not looked at
   }
 }
 
-// Values of positions [from, from + n) as [n][v_pad].
-void load_values(const Call& c, const Unit& u, int64_t from, int64_t n, float* panel) {
-  for (int64_t j = 0; j < n; ++j) {
-    const Row row = find_row(c, u.request, u.head, from + j, false);
-    for (int64_t d = 0; d < c.p->v_dim; d += LANES)
-      store(panel + j * c.v_pad + d,
-            load_item(*c.p, row.data, d, static_cast<int>(c.p->v_dim - d), row.scale, row.zero_point));
+// Values of positions [from, from + n) as rows v_pad apart; `groups` says where each sixteen begin: in the page itself if
+// nothing has to be converted, else in the panel.
+template <int MODE>
+void load_values(const Call& c, const Unit& u, int64_t from, int64_t n, float* panel, const float** groups) {
+  constexpr int64_t ITEM = MODE == 0 ? 4 : MODE == 3 ? 1 : 2;
+  const int64_t width = c.p->v_dim;
+  for (int64_t block = 0; block < n; block += LANES) {
+    const int64_t rows = n - block < LANES ? n - block : LANES;
+    Group g;
+    find_group<MODE>(c, u, from + block, false, &g);
+    groups[block / LANES] = panel + block * c.v_pad;
+    if (MODE == 0 && width == c.v_pad) {
+      groups[block / LANES] = reinterpret_cast<const float*>(g.rows);
+      continue;
+    }
+    for (int64_t j = 0; j < rows; ++j)
+      for (int64_t d = 0; d < width; d += LANES)
+        store(panel + (block + j) * c.v_pad + d,
+              load_item<MODE>(g.rows + (j * width + d) * ITEM, static_cast<int>(width - d), set1(g.scales[2 * j]),
+                              set1(g.scales[2 * j + 1])));
   }
 }
 
@@ -137,13 +151,14 @@ void score_tile(const float* q, int64_t q_stride, const float* keys, int64_t dep
   for (int i = 0; i < R * V; ++i) store(scores + i / V * SEGMENT + i % V * LANES, acc[i]);
 }
 
-// Adds weights [R][n] times values [n][V * 16 columns] to sums.
+// Adds weights [R][n] times values [n][V * 16 columns, from column d] to sums.
 template <int R, int V>
-void sum_tile(const float* weights, const float* values, int64_t v_pad, int64_t n, float* sums) {
+void sum_tile(const float* weights, const float* const* groups, int64_t d, int64_t v_pad, int64_t n, float* sums) {
   F32 acc[R * V];
   DSTGI_UNROLL
   for (int i = 0; i < R * V; ++i) acc[i] = load(sums + i / V * v_pad + i % V * LANES);
-  for (int64_t j = 0; j < n; ++j, values += v_pad) {
+  for (int64_t j = 0; j < n; ++j) {
+    const float* values = groups[j / LANES] + j % LANES * v_pad + d;
     F32 x[V];
     DSTGI_UNROLL
     for (int v = 0; v < V; ++v) x[v] = load(values + v * LANES);
@@ -191,9 +206,9 @@ void score_rows(int rows, int64_t n, const float* q, int64_t q_stride, const flo
 #undef DSTGI_NARROW
 }
 
-void sum_rows(int rows, const float* weights, const float* values, int64_t v_pad, int64_t n, float* sums) {
-#define DSTGI_WIDE(R) sum_tile<R, 4>(weights, values + d, v_pad, n, sums + d)
-#define DSTGI_NARROW(R) sum_tile<R, 1>(weights, values + d, v_pad, n, sums + d)
+void sum_rows(int rows, const float* weights, const float* const* groups, int64_t v_pad, int64_t n, float* sums) {
+#define DSTGI_WIDE(R) sum_tile<R, 4>(weights, groups, d, v_pad, n, sums + d)
+#define DSTGI_NARROW(R) sum_tile<R, 1>(weights, groups, d, v_pad, n, sums + d)
   int64_t d = 0;
   for (; d + 4 * LANES <= v_pad; d += 4 * LANES) DSTGI_BY_ROWS(DSTGI_WIDE, rows)
   for (; d < v_pad; d += LANES) DSTGI_BY_ROWS(DSTGI_NARROW, rows)
@@ -236,6 +251,21 @@ DSTGI_INLINE void start_row(float* out, float* max, float* total, int64_t v_pad)
   *total = 0.0f;
 }
 
+#define DSTGI_BY_MODE(FUNCTION, ...)                \
+  switch (c.p->mode) {                              \
+    case 0:                                         \
+      FUNCTION<0>(__VA_ARGS__);                     \
+      break;                                        \
+    case 1:                                         \
+      FUNCTION<1>(__VA_ARGS__);                     \
+      break;                                        \
+    case 2:                                         \
+      FUNCTION<2>(__VA_ARGS__);                     \
+      break;                                        \
+    default:                                        \
+      FUNCTION<3>(__VA_ARGS__);                     \
+  }
+
 // One segment for all rows of the unit: weighted sums in w.sums, then merged into w.out.
 void attend_segment(const Call& c, const Unit& u, int64_t segment, const Work& w) {
   const int64_t rows = u.tokens * c.ratio, start = segment * SEGMENT;
@@ -247,7 +277,7 @@ void attend_segment(const Call& c, const Unit& u, int64_t segment, const Work& w
   const int64_t longest = limit(rows - 1);
   for (int64_t at = 0; at < longest; at += PANEL) {
     const int64_t n = longest - at < PANEL ? longest - at : PANEL;
-    load_keys(c, u, start + at, n, w.keys);
+    DSTGI_BY_MODE(load_keys, c, u, start + at, n, w.keys)
     for (int64_t r = 0; r < rows; r += ROWS) {
       const int64_t count = rows - r < ROWS ? rows - r : ROWS, seen = limit(r + count - 1) - at;
       if (seen > 0)
@@ -266,11 +296,12 @@ void attend_segment(const Call& c, const Unit& u, int64_t segment, const Work& w
   }
   for (int64_t at = 0; at < longest; at += PANEL) {
     const int64_t n = longest - at < PANEL ? longest - at : PANEL;
-    load_values(c, u, start + at, n, w.values);
+    const float* groups[PANEL / LANES];
+    DSTGI_BY_MODE(load_values, c, u, start + at, n, w.values, groups)
     for (int64_t r = 0; r < rows; r += ROWS) {
       const int64_t count = rows - r < ROWS ? rows - r : ROWS, seen = limit(r + count - 1) - at;
       if (seen > 0)
-        sum_rows(static_cast<int>(count), w.scores + r * SEGMENT + at, w.values, c.v_pad, seen < n ? seen : n,
+        sum_rows(static_cast<int>(count), w.scores + r * SEGMENT + at, groups, c.v_pad, seen < n ? seen : n,
                  w.sums + r * c.v_pad);
     }
   }
