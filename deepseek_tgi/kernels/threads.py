@@ -1,8 +1,8 @@
 """How many threads this process may use: the least of CPU affinity and the container's CPU quota. No torch here.
 
 The native kernels have threads of their own (native/pool.h). torch's OpenMP helpers, after each parallel torch op, spin
-for milliseconds on the cores these need, unless they were told to sleep before torch was loaded: `OPENMP_ENVIRONMENT`
-belongs in the environment of a process that serves. Where it is missing, torch gets one thread.
+for milliseconds on the cores these need, unless `OMP_WAIT_POLICY=PASSIVE` stood in the environment before torch was
+loaded: the shard's door puts it there. Where it is missing, torch gets one thread.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deepseek_tgi.errors import ConfigError
-
-OPENMP_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""What to set before torch is imported, so that its helpers sleep between parallel ops."""
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _PROC_CGROUP = Path("/proc/self/cgroup")

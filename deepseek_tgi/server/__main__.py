@@ -70,6 +70,8 @@ def _run(argv: Sequence[str], load: Load | None) -> int:
 def _serve(argv: Sequence[str], load: Load | None) -> int:
     config: ShardConfig = read(ShardConfig, SERVE, argv, os.environ).config
     log.configure("shard" if config.json_output else "plain", config.logger_level, os.environ)
+    # Read when torch is loaded: its helper threads are to sleep between ops, not to spin on the cores our kernels use.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from deepseek_tgi.server import serve
     from deepseek_tgi.server.loading import load_engine
 
