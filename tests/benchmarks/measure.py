@@ -77,6 +77,18 @@ def read_bandwidth_bytes_per_s(repeats: int = 7) -> float:
     return best
 
 
+def idle_share(seconds: float = 2.0) -> float:
+    """Share of the processors that did nothing for a while: 1.0 on a quiet machine."""
+
+    def ticks() -> list[int]:
+        return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+
+    before = ticks()
+    time.sleep(seconds)
+    spent = [after - earlier for after, earlier in zip(ticks(), before, strict=True)]
+    return (spent[3] + spent[4]) / max(1, sum(spent[:8]))
+
+
 def circumstances() -> dict[str, Any]:
     """Commit, date, CPU, versions: what a reader needs to judge or repeat a figure."""
     cpu = next(
@@ -94,6 +106,7 @@ def circumstances() -> dict[str, Any]:
         "cpu": cpu,
         "threads": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg()[0],
+        "idle": idle_share(),
         "python": platform.python_version(),
         "kernel": platform.release(),
         "versions": versions,
