@@ -91,7 +91,20 @@ def writes_only_its_slots(bench: Bench) -> str:
             block, byte = (int(i) for i in stray.nonzero()[0])
             raise CaseError(f"{int(stray.sum())} bytes changed outside the slots, first byte {byte} of block {block}")
         compared += pool.nbytes
+    _leaves_stored_tokens_alone(bench)
     return f"{compared} bytes compared"
+
+
+def _leaves_stored_tokens_alone(bench: Bench) -> None:
+    """A slot of -1 is not written: the token is stored already, and read from where its block table leads."""
+    pool, every = _mixed(bench)
+    last = every[1]
+    first = bench.step(pool, [last])
+    before = pool.storage.clone()
+    again = bench.step(pool, [last], stored=True)
+    if not torch.equal(before, pool.storage):
+        raise CaseError(f"{int((before != pool.storage).sum())} bytes changed for a token whose slot is -1")
+    bench.require_close(again, first, "a token with slot -1 against the same token when it was stored")
 
 
 def _allow(pool: KVPool, stray: torch.Tensor, piece: Piece) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -55,9 +55,13 @@ class Bench:
         size = self.adapter.kv_layout.block_size
         return list(range(first, first + -(-num_tokens // size)))
 
-    def step(self, pool: KVPool, pieces: Sequence[Piece], rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Run one step; logits of `rows`, or of every token."""
+    def step(
+        self, pool: KVPool, pieces: Sequence[Piece], rows: Sequence[int] | None = None, stored: bool = False
+    ) -> torch.Tensor:
+        """Run one step; logits of `rows`, or of every token. `stored` says that nothing is to be written."""
         inputs = forward_inputs(pieces, self.adapter.kv_layout.block_size, rows, self.adapter.info.device_type)
+        if stored:
+            inputs = replace(inputs, slots=torch.full_like(inputs.slots, -1))
         logits = self.adapter.step(inputs, pool)
         expected = (len(inputs.logit_rows), self.adapter.info.vocab_size)
         if not isinstance(logits, torch.Tensor) or tuple(logits.shape) != expected or logits.dtype != torch.float32:

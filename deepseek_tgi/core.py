@@ -156,10 +156,11 @@ class StepResult:
 class ForwardInputs:
     """One step for a ragged batch of B requests with T tokens in all; prefill, chunks and decode alike.
 
-    Shapes: `input_ids [T] int64`, `positions [T] int32`, `slots [T] int64` (where each token's K/V is written),
-    `cu_seqlens [B+1] int32` (token offsets of each request), `block_tables [B, P] int32`, `cache_lens [B] int32`
-    (tokens stored before this step; the context of request b after the write is `cache_lens[b]` + its tokens),
-    `logit_rows [R] int64` (rows of T whose logits are wanted, ascending).
+    Shapes: `input_ids [T] int64`, `positions [T] int32`, `slots [T] int64` (where each token's K/V is written; -1 for a
+    token whose K/V is stored already and may be read by others: it must not be written), `cu_seqlens [B+1] int32`
+    (token offsets of each request), `block_tables [B, P] int32`, `cache_lens [B] int32` (tokens stored before this
+    step; the context of request b after the write is `cache_lens[b]` + its tokens), `logit_rows [R] int64` (rows of T
+    whose logits are wanted, ascending).
     All on the model's device. `max_seqlen` is the largest token count of one request in this step, `max_context` the
     largest context after the write: plain ints, so that no kernel asks the device for them.
     """

@@ -36,15 +36,16 @@ class Window:
         self._folder = Path(os.environ[WINDOW])
         self._log = (self._folder / "steps.jsonl").open("a")
 
-    def obey(self) -> None:
-        """Sleep or fail if `control.json` says so; `once` takes the order back after it was obeyed."""
+    def obey(self, late: bool = False) -> None:
+        """Sleep or fail if `control.json` says so, once; a `late` order is for after the step has stored its tokens."""
         path = self._folder / "control.json"
         try:
             order = json.loads(path.read_text())
         except FileNotFoundError:
             return
-        if order.get("once", True):
-            path.unlink()
+        if order.get("late", False) != late:
+            return
+        path.unlink()
         time.sleep(order.get("sleep_s", 0))
         if "error" in order:
             raise error_class(order["error"])(order["message"])

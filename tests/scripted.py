@@ -181,14 +181,17 @@ class ScriptedAdapter(ModelAdapter):
         tables = inputs.block_tables.tolist()
         owners = [b for b, n in enumerate(counts) for _ in range(n)]
         expected = [tables[b][p // block] * block + p % block for b, p in zip(owners, positions, strict=True)]
-        assert inputs.slots.tolist() == expected
+        slots = inputs.slots.tolist()
+        assert slots == [-1 if slot == -1 else place for slot, place in zip(slots, expected, strict=True)]
         assert 0 <= int(inputs.input_ids.min()) <= int(inputs.input_ids.max()) < self._vocab
 
     def _write(self, inputs: ForwardInputs, pool: KVPool) -> None:
         pages, block = pool.view(0), self._layout.block_size
         entry = torch.stack([inputs.input_ids.float(), inputs.positions.float()], dim=1)
-        pages.k[inputs.slots // block, 0, inputs.slots % block] = entry
-        pages.v[inputs.slots // block, 0, inputs.slots % block] = -entry
+        written = inputs.slots >= 0
+        slots, entry = inputs.slots[written], entry[written]
+        pages.k[slots // block, 0, slots % block] = entry
+        pages.v[slots // block, 0, slots % block] = -entry
 
     def _history(self, table: torch.Tensor, context: int, pool: KVPool) -> list[int]:
         block = self._layout.block_size

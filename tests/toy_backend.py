@@ -78,8 +78,9 @@ class ToyBackend(ModelAdapter):
         return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
     def store(self, pool: KVPool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write `k`, `v [T, heads, dim]` at their slots."""
+        """Write `k`, `v [T, heads, dim]` at their slots; a slot of -1 is stored already."""
         pages = pool.view(layer)
+        k, v, slots = k[slots >= 0], v[slots >= 0], slots[slots >= 0]
         block, offset = slots // pool.layout.block_size, slots % pool.layout.block_size
         pages.k[block, :, offset] = k.to(pages.k.dtype)
         pages.v[block, :, offset] = v.to(pages.v.dtype)

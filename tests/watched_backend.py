@@ -85,6 +85,7 @@ class WatchedAdapter(ModelAdapter):
         """Obey, run, write down."""
         self._window.obey()
         logits = self._inner.step(inputs, pool)
+        self._window.obey(late=True)
         record = describe(inputs)
         written = [s for s in record["slots"] if s >= 0]
         record["stored"] = dict(zip(map(str, written), stored_digests(pool, self.kv_layout, written), strict=True))

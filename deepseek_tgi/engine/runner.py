@@ -66,7 +66,7 @@ class Runner:
         plan = batch.plan or self._plan(batch.sequences)
         start = time.perf_counter_ns()
         inputs = plan.inputs()
-        logits = self._forward(inputs, plan.history)
+        logits = self._forward(inputs, inputs.slots, plan.history)
         forwarded = time.perf_counter_ns()
         choice = plan.sampling.run(logits)
         plan.advance(choice.token_ids)
@@ -88,7 +88,7 @@ class Runner:
     def _run_ragged(self, batch: Batch) -> Stepped:
         start = time.perf_counter_ns()
         step = ragged_step(batch.sequences, self.guard, self._block_size)
-        logits = self._forward(step.inputs, step.history)
+        logits = self._forward(step.inputs, step.written, step.history)
         forwarded = time.perf_counter_ns()
         _score_prompts(step, logits)
         for sequence in batch.sequences:
@@ -106,10 +106,10 @@ class Runner:
             after = make_batch(batch.id, live, self._block_size)
         return Stepped(generations, after, forwarded - start, time.perf_counter_ns() - forwarded)
 
-    def _forward(self, inputs: ForwardInputs, history: torch.Tensor) -> torch.Tensor:
-        self.guard.forget(inputs.slots)
+    def _forward(self, inputs: ForwardInputs, written: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+        self.guard.forget(written)
         logits = self._adapter.step(inputs, self.pool)
-        self.guard.remember(inputs.slots, history)
+        self.guard.remember(written, history)
         return logits
 
     def _take(

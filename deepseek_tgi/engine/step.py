@@ -69,11 +69,13 @@ class DecodePlan:
 class RaggedStep:
     """A step in which some prompts are unfinished.
 
-    `history [T] int64` are the numbers of what gets stored; `producing` the requests whose next token is chosen,
-    `sample_rows` their rows of the logits; `prompt_rows` the requests whose prompt is scored, with their rows.
+    `written [W] int64` are the slots that get stored, `history [W] int64` the numbers of what they hold; `producing`
+    the requests whose next token is chosen, `sample_rows` their rows of the logits; `prompt_rows` the requests whose
+    prompt is scored, with their rows.
     """
 
     inputs: ForwardInputs
+    written: torch.Tensor
     history: torch.Tensor
     producing: list[Sequence]
     sample_rows: list[int]
@@ -88,11 +90,13 @@ def ragged_step(sequences: Items[Sequence], guard: PrefixGuard, block_size: int)
     ids = torch.tensor([i for s in sequences for i in s.ids[s.cache_len : s.cache_len + s.next_tokens]])
     positions = torch.cat([torch.arange(c, c + n, dtype=torch.int32) for c, n in zip(cached, counts, strict=True)])
     slots = torch.cat([s.slots(s.cache_len, s.cache_len + s.next_tokens, block_size) for s in sequences])
+    history = _histories(sequences, guard, guard.numbers(ids, positions), block_size)
+    stored = _stored_already(sequences, offsets, slots, history, guard)
     logit_rows, producing, sample_rows, prompt_rows = _wanted_rows(sequences, offsets.tolist())
     inputs = ForwardInputs(
         input_ids=ids,
         positions=positions,
-        slots=slots,
+        slots=slots.masked_fill(stored, -1),
         cu_seqlens=offsets,
         block_tables=pad_sequence([s.blocks for s in sequences], batch_first=True),
         cache_lens=torch.tensor(cached, dtype=torch.int32),
@@ -100,8 +104,22 @@ def ragged_step(sequences: Items[Sequence], guard: PrefixGuard, block_size: int)
         max_seqlen=max(counts),
         max_context=max(c + n for c, n in zip(cached, counts, strict=True)),
     )
-    history = _histories(sequences, guard, guard.numbers(ids, positions), block_size)
-    return RaggedStep(inputs, history, producing, sample_rows, prompt_rows)
+    return RaggedStep(inputs, slots[~stored], history[~stored], producing, sample_rows, prompt_rows)
+
+
+def _stored_already(
+    sequences: Items[Sequence], offsets: torch.Tensor, slots: torch.Tensor, history: torch.Tensor, guard: PrefixGuard
+) -> torch.Tensor:
+    """`[T] bool`: the last token of each prompt that was found whole. It is computed for its logits alone.
+
+    Choice: it is not stored again. Prevents: a block changing under other requests that read it, by the bits in which
+    kernels that sum in another order for another batch differ. Rejected: trusting every kernel to be exact.
+    """
+    stored = torch.zeros(len(slots), dtype=torch.bool)
+    for sequence, row in zip(sequences, offsets.tolist(), strict=False):
+        if 0 < sequence.cache_len == sequence.prompt_length - 1 and sequence.request.cache_len:
+            stored[row] = bool(guard.history(slots[row]) == history[row])
+    return stored
 
 
 def _wanted_rows(

@@ -64,6 +64,18 @@ def int8_bench(
     yield from _watched(tmp_path_factory, tiny_checkpoint_awq, stranger, "int8")
 
 
+@pytest.fixture
+def portable(
+    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint_awq: TinyCheckpoint, stranger: dict[str, str]
+) -> Iterator[Bench]:
+    """The real backend as it runs where nothing can be compiled."""
+    own = {"DEEPSEEK_TGI_KERNELS": "torch", "DEEPSEEK_TGI_KV_CACHE_DTYPE": "float32", "DEEPSEEK_TGI_KV_MEMORY": "4MiB"}
+    folder = tmp_path_factory.mktemp("portable")
+    bench = Bench.open(folder, tiny_checkpoint_awq.path, "watched", stranger | own, ("--dtype", "float32"))
+    yield bench
+    bench.close()
+
+
 @pytest.fixture(scope="session")
 def scripted_bench(tmp_path_factory: pytest.TempPathFactory, stranger: dict[str, str]) -> Iterator[Bench]:
     """No model: logits by script or by history, byte-level tokenizer."""

@@ -108,6 +108,14 @@ def test_line_39_prompt_logprobs_tell_what_came_from_the_cache(shard: Bench) -> 
 
 
 def test_line_40_full_hit_beside_a_reader_changes_no_byte(any_cache: Bench) -> None:
+    full_hit_beside_a_reader(any_cache)
+
+
+def test_line_40_holds_without_compiled_kernels(portable: Bench) -> None:
+    full_hit_beside_a_reader(portable)
+
+
+def full_hit_beside_a_reader(any_cache: Bench) -> None:
     text = prompt_of(any_cache, 2)
     length = len(any_cache.encode(text))
     expected = cold(any_cache, Ask(text, 20))
@@ -157,7 +165,21 @@ def test_line_41_a_false_claim_still_gives_the_right_output(
     assert outcome.ids == expected
 
 
-def test_line_41_blocks_written_by_a_failed_step_are_not_believed(shard: Bench) -> None:
+def test_line_41_blocks_overwritten_by_a_failed_step_are_not_believed(shard: Bench) -> None:
+    size = shard.info.block_size
+    text = prompt_of(shard, 2, 3)
+    expected = cold(shard, Ask(text, 6))
+    router = shard.router(seed=44)
+    shared = leave_prefix(router, text, 2)
+    shard.order(error="RuntimeError", message="written, then lost", late=True)
+    with pytest.raises(Exception, match="written, then lost"):
+        router.admit(Ask(prompt_of(shard, 2, 3, OTHER), 2, shared=shared))
+    fresh = shard.router(seed=45)
+    fresh.book.claim(shared)
+    assert fresh.run(Ask(text, 6, cache_len=2 * size, shared=shared))[0].ids == expected
+
+
+def test_line_41_blocks_of_a_step_that_failed_early_are_not_believed(shard: Bench) -> None:
     size = shard.info.block_size
     text = prompt_of(shard, 2, 3)
     expected = cold(shard, Ask(text, 6))

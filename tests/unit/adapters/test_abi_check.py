@@ -183,6 +183,11 @@ class SkipsALayer(ToyBackend):
             super().store(pool, layer, slots, k, v)
 
 
+class WritesStoredTokens(ToyBackend):
+    def store(self, pool: KVPool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        super().store(pool, layer, slots % pool.num_slots, k, v)
+
+
 class NoWorkspace(ToyBackend):
     def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
         return 0
@@ -223,6 +228,7 @@ WRONG: list[tuple[type[ToyBackend], str, str]] = [
     (WritesNextSlot, "writes-only-its-slots", "bytes changed outside the slots"),
     (WritesWholeBlocks, "writes-only-its-slots", "bytes changed outside the slots"),
     (WritesBlockZero, "writes-only-its-slots", "block 0 was written"),
+    (WritesStoredTokens, "writes-only-its-slots", "for a token whose slot is -1"),
     (LooksAtNeighbours, "rows-independent", "requests together against each alone"),
     (SeesTheFuture, "causal", "the first half against the half alone"),
     (Drifts, "repeatable", "two equal calls differ"),
