@@ -266,6 +266,18 @@ def test_line_19_slots_that_cannot_hold_the_request_are_refused_with_the_numbers
         shard.client.prefill([request], 9)
 
 
+def test_line_19_a_bad_request_beside_running_ones_ends_alone(scripted: Bench) -> None:
+    router = scripted.router()
+    router.admit(Ask("somebody runs", 12))
+    grammar = {"grammar": "(unclosed", "grammar_type": pb.GRAMMAR_TYPE_REGEX}
+    _, error = attempt(lambda: router.admit(Ask("bad", 4, parameters=grammar), Ask("comes along", 9)))
+    assert error is None, "a Prefill that fails takes the running requests with it"
+    router.finish()
+    assert router.outcomes[0].ids == scripted.script.greedy(scripted.encode("somebody runs"), 12)
+    assert router.outcomes[2].ids == scripted.script.greedy(scripted.encode("comes along"), 9)
+    assert router.outcomes[1].final is not None, "it must end, or its client waits for good"
+
+
 def test_line_20_a_request_of_50_mb_is_accepted(shard: Bench) -> None:
     router = shard.router()
     request = router.build(Ask("small text, large baggage", 3))
