@@ -6,6 +6,7 @@ errors of one request. A request's state is its own object and so survives any c
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from typing import Protocol
 
@@ -16,8 +17,12 @@ from deepseek_tgi.core import GrammarType
 from deepseek_tgi.errors import RequestError
 from deepseek_tgi.text.tokenizer import TextTokenizer
 
+log = logging.getLogger(__name__)
+
 CACHED_GRAMMARS = 32
 SHOWN_CHARACTERS = 80
+SHOWN_REASON_CHARACTERS = 200
+"""llguidance repeats the whole grammar in its messages."""
 JSON_WHITESPACE = "[ ]?"
 """At most one space between JSON tokens, as in the expressions TGI's router makes of schemas; without a bound a model
 may write line breaks until its length is up."""
@@ -42,6 +47,10 @@ class MatcherConstraint:
     def allowed(self, vocab_size: int) -> torch.Tensor | None:
         """See `Constraint`."""
         known = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) != 0
+        if self._matcher.is_error():
+            # A matcher that gives up (limits, a grammar of no text) allows the end, as if the text were complete.
+            log.warning("a grammar cannot go on: %s", _first_line(self._matcher.get_error()))
+            return torch.zeros(vocab_size, dtype=torch.bool)
         if len(known) >= vocab_size:
             return known[:vocab_size]
         return torch.nn.functional.pad(known, (0, vocab_size - len(known)))
@@ -104,4 +113,12 @@ class GrammarCompiler:
 def _refusal(kind: GrammarType, grammar: str, reason: str) -> RequestError:
     shown = grammar if len(grammar) <= SHOWN_CHARACTERS else grammar[:SHOWN_CHARACTERS] + "..."
     expected = "a JSON schema" if kind is GrammarType.JSON else "a regular expression without look-around"
-    return RequestError(f"grammar: cannot use {shown!r}, expected {expected}: {' '.join(reason.split())}")
+    return RequestError(f"grammar: cannot use {shown!r}, expected {expected}: {_cut(' '.join(reason.split()))}")
+
+
+def _first_line(reason: str) -> str:
+    return _cut(reason.partition("\n")[0])
+
+
+def _cut(reason: str) -> str:
+    return reason if len(reason) <= SHOWN_REASON_CHARACTERS else reason[:SHOWN_REASON_CHARACTERS] + "..."

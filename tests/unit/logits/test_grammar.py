@@ -93,6 +93,29 @@ def test_a_complete_text_allows_the_end_alone_and_stays_there(
         constraint.accept(tokenizer.eos_token_id or 0)
 
 
+@pytest.mark.parametrize("pattern", [r"[^\s\S]", "(a?){2000}a{2000}"], ids=["matches-nothing", "beyond-limits"])
+def test_a_matcher_that_gives_up_does_not_end_the_text_as_if_it_matched(
+    compiler: GrammarCompiler, tokenizer: TextTokenizer, pattern: str
+) -> None:
+    constraint = compiler.constraint(GrammarType.REGEX, pattern)
+    assert constraint is not None
+    for _ in range(3):
+        allowed = constraint.allowed(tokenizer.vocab_size + 5)
+        assert allowed is not None
+        if not allowed.any():
+            return
+        chosen = int(allowed.nonzero()[0])
+        assert chosen != tokenizer.eos_token_id
+        constraint.accept(chosen)
+    pytest.fail("the matcher never gave up")
+
+
+def test_a_refusal_does_not_repeat_a_long_grammar(compiler: GrammarCompiler) -> None:
+    with pytest.raises(RequestError) as refused:
+        compiler.constraint(GrammarType.REGEX, "(" * 10_000)
+    assert len(str(refused.value)) < 500
+
+
 def test_masks_fit_the_models_vocabulary(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> None:
     constraint = compiler.constraint(GrammarType.REGEX, "a+")
     assert constraint is not None
