@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import grpc
@@ -18,8 +19,9 @@ from deepseek_tgi.telemetry.tracing import Tracing, parent_of
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_CHARACTERS = 1000
-"""A status message travels in the trailers, which clients limit to 8 KiB after percent-encoding."""
+MAX_MESSAGE_BYTES = 6000
+"""A status message travels percent-encoded in the trailers, which clients limit to 8 KiB together."""
+STATUS_ATTRIBUTE = "rpc.grpc.status_code"
 
 Drop = Callable[[Sequence[int]], Awaitable[None]]
 
@@ -30,9 +32,16 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
         code, message = grpc.StatusCode[error.grpc_code], str(error) or type(error).__name__
     else:
         code, message = grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
-    if len(message) > MAX_MESSAGE_CHARACTERS:
-        message = message[:MAX_MESSAGE_CHARACTERS] + " … (cut)"
-    return code, message
+    return code, _fitting(message)
+
+
+def _fitting(message: str) -> str:
+    """`message` cut to what the trailers hold, and without halves of surrogate pairs, which no status can carry."""
+    message = message[:MAX_MESSAGE_BYTES].encode(errors="replace").decode()
+    # Printable ASCII but % travels as it is, any other byte as three.
+    sizes = accumulate(1 if " " <= c <= "~" and c != "%" else 3 * len(c.encode()) for c in message)
+    kept = sum(size <= MAX_MESSAGE_BYTES for size in sizes)
+    return message if kept == len(message) < MAX_MESSAGE_BYTES else message[:kept] + " … (cut)"
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -67,8 +76,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             started = time.perf_counter()
             method = details.method.rpartition("/")[2]
             try:
-                with self._span(details.method, metadata):
-                    return await handler.unary_unary(request, context)
+                with self._span(details.method, metadata) as span:
+                    try:
+                        return await handler.unary_unary(request, context)
+                    except Exception as error:
+                        span.set_attribute(STATUS_ATTRIBUTE, status_of(error)[0].value[0])
+                        raise
             except asyncio.CancelledError:
                 await asyncio.shield(self._drop(named_batches(request)))
                 raise
@@ -91,7 +104,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 "rpc.system": "grpc",
                 "rpc.service": service,
                 "rpc.method": name,
-                "rpc.grpc.status_code": 0,
+                STATUS_ATTRIBUTE: 0,
                 "rpc.user_agent": metadata.get("user-agent", ""),
                 "net.transport": "unix",
             },

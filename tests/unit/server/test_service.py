@@ -9,9 +9,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from stub_shard import StubEngine
 
 from deepseek_tgi.pb import generate_pb2 as pb
@@ -20,8 +24,8 @@ from deepseek_tgi.probes.state import State, StateOwner
 from deepseek_tgi.server.engine_thread import EngineThread
 from deepseek_tgi.server.interceptors import CallInterceptor, status_of
 from deepseek_tgi.server.service import SERVICE, ShardService
-from deepseek_tgi.telemetry import tracing
 from deepseek_tgi.telemetry.metrics import ShardMetrics
+from deepseek_tgi.telemetry.tracing import Tracing
 
 LIVENESS = 2**64 - 1
 
@@ -35,6 +39,7 @@ class Bench:
     metrics: ShardMetrics
     stub: Any
     fatal: list[BaseException]
+    spans: InMemorySpanExporter
 
     async def warm_up(self) -> pb.WarmupResponse:
         batch = pb.Batch(id=0, requests=[request("x", 0), request("y", 0)])
@@ -59,14 +64,16 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     state.move(State.WARMING)
     fatal: list[BaseException] = []
     service = ShardService(engine, thread, state, ["unix:///a-0"], metrics)
-    traces = tracing.set_up(None, "test", lambda _count: None)
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    traces = Tracing(provider.get_tracer("test"))
     server = grpc.aio.server(interceptors=[CallInterceptor(SERVICE, service.drop, fatal.append, traces, metrics)])
     generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(service, server)
     address = f"unix:{tmp_path / 's'}"
     server.add_insecure_port(address)
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        yield Bench(engine, state, metrics, generate_pb2_grpc.TextGenerationServiceStub(channel), fatal)
+        yield Bench(engine, state, metrics, generate_pb2_grpc.TextGenerationServiceStub(channel), fatal, spans)
     await server.stop(None)
     thread.close()
 
@@ -204,10 +211,25 @@ async def test_calls_and_failures_are_counted(bench: Bench) -> None:
     assert value("deepseek_tgi_generated_tokens_total") == 1
 
 
-def test_a_status_message_fits_the_trailers() -> None:
-    _, message = status_of(RuntimeError("\u4f60" * 100_000))
-    assert len(message.encode()) * 3 < 16384
+async def test_a_span_tells_how_its_call_ended(bench: Bench) -> None:
+    await bench.warm_up()
+    await failure(bench.prefill("refuse no"))
+    codes = [
+        (dict(s.attributes or {})["rpc.grpc.status_code"], s.status.is_ok) for s in bench.spans.get_finished_spans()
+    ]
+    assert codes == [(grpc.StatusCode.OK.value[0], True), (grpc.StatusCode.INVALID_ARGUMENT.value[0], False)]
+
+
+@pytest.mark.parametrize("text", ["\u4f60", "\U0001f600", "%", "\n", "a"])
+def test_a_status_message_fits_the_trailers(text: str) -> None:
+    _, message = status_of(RuntimeError(text * 100_000))
+    assert 5000 < len(quote(message, safe="".join(map(chr, range(32, 127))).replace("%", ""))) < 8192 - 1024
     assert message.startswith("RuntimeError: ")
+
+
+def test_a_short_status_message_is_left_as_it_is() -> None:
+    assert status_of(RuntimeError("50 % of \u4f60"))[1] == "RuntimeError: 50 % of \u4f60"
+    assert status_of(RuntimeError("half \ud800"))[1] == "RuntimeError: half ?"
 
 
 def test_the_server_side_of_a_shard_needs_no_torch() -> None:
