@@ -7,6 +7,7 @@ that processes starting together build once and none ever loads half a file.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import logging
@@ -109,6 +110,7 @@ def _writable(folder: Path) -> Path:
     except OSError:
         pass
     private = Path(tempfile.mkdtemp(prefix="deepseek-tgi-"))
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
     logger.warning("cache folder %s cannot be written: building the native library in %s", folder, private)
     return private
 

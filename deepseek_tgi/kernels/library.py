@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["AttentionCall", "BuildError", "DenseWeight", "NativeLibrary", "Pages", "QuantWeight", "load"]
 
-LONG_CALL_ROWS = 32
-"""From this many rows on, a call may take milliseconds and releases the interpreter lock."""
+QUICK_PRODUCTS = 1 << 26
+"""Multiply-adds up to which a call is quick: some 0.3 ms on one core."""
 
 
 class QuantWeight(Structure):
@@ -84,6 +84,10 @@ class NativeLibrary:
         self.path = path
         self.quick = _declare(ctypes.PyDLL(str(path)))
         self.slow = _declare(ctypes.CDLL(str(path)))
+
+    def handle(self, products: int) -> Any:
+        """The handle for a call of so many multiply-adds."""
+        return self.quick if products <= QUICK_PRODUCTS else self.slow
 
 
 def _declare(handle: Any) -> Any:

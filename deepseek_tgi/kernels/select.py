@@ -167,7 +167,7 @@ def _native_or_torch(compute_dtype: ComputeDtype, num_threads: int, wish: str) -
         logger.warning("kernels: %s; falling back to torch operators, which are several times slower", error)
         return _torch(compute_dtype, num_threads, str(error))
     return native_kernels(
-        library, compute_dtype, num_threads, "asked for" if wish == "native" else "a compiler is here"
+        library, compute_dtype, num_threads, "asked for" if wish == "native" else "built for this CPU"
     )
 
 

@@ -21,7 +21,7 @@ from deepseek_tgi.kernels.common import (
     describe,
     refuse,
 )
-from deepseek_tgi.kernels.library import LONG_CALL_ROWS, DenseWeight, NativeLibrary, QuantWeight
+from deepseek_tgi.kernels.library import DenseWeight, NativeLibrary, QuantWeight
 from deepseek_tgi.kernels.quant_layout import TILE, block_width, in_tiles, padded_tiles
 
 _F32 = torch.float32
@@ -160,7 +160,7 @@ class DenseOps:
                 refuse(f"dense_linear: {describe(name, tensor)} is not contiguous")
         rows = x.shape[0]
         y = torch.empty(rows, w.out_features) if out is None else out
-        call = self.library.quick if rows < LONG_CALL_ROWS else self.library.slow
+        call = self.library.handle(rows * w.out_features * w.in_features)
         bias_at = None if bias is None else bias.data_ptr()
         residual_at = None if residual is None else residual.data_ptr()
         if isinstance(w, NativeGrid):

@@ -20,7 +20,7 @@ from deepseek_tgi.kernels.common import (
     describe,
     refuse,
 )
-from deepseek_tgi.kernels.library import LONG_CALL_ROWS, NativeLibrary, QuantWeight
+from deepseek_tgi.kernels.library import QUICK_PRODUCTS, NativeLibrary, QuantWeight
 from deepseek_tgi.kernels.quant_layout import block_width, exact_scales, in_tiles, padded_tiles
 
 _F32 = torch.float32
@@ -30,12 +30,13 @@ _PLAIN, _NORM, _SILU = 0, 1, 2
 class NativeInt4(PackedInt4):
     """Codes, scales and zeros in the library's tiles; `address` is the C struct's."""
 
-    __slots__ = ("_codes", "_scales", "_struct", "_zeros", "address")
+    __slots__ = ("_codes", "_scales", "_struct", "_zeros", "address", "quick_rows")
 
     def __init__(self, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], struct: QuantWeight) -> None:
         self._codes, self._scales, self._zeros = parts
         self._struct = struct
         self.address = ctypes.addressof(struct)
+        self.quick_rows = QUICK_PRODUCTS // (struct.n * struct.k)
         super().__init__(struct.n, struct.k, struct.group_size, sum(p.nbytes for p in parts))
 
     def dequantise(self) -> torch.Tensor:
@@ -99,16 +100,16 @@ class Int4Ops:
         prologue: tuple[int, int | None, float] = (_PLAIN, None, 0.0),
     ) -> torch.Tensor:
         rows, size = x.shape[0], x.shape[0] * w.out_features
-        if out is None:
-            out = torch.empty(rows, w.out_features)
         if (
-            not _fits(out, size)
+            (out is not None and not _fits(out, size))
             or (bias is not None and not _fits(bias, w.out_features))
             or (residual is not None and not _fits(residual, size))
         ):
             check_addends((rows, w.out_features), bias, residual, out)
             refuse("int4_linear: bias, residual and out are to be contiguous")
-        call = self.library.quick if rows < LONG_CALL_ROWS else self.library.slow
+        if out is None:
+            out = torch.empty(rows, w.out_features)
+        call = self.library.quick if rows <= w.quick_rows else self.library.slow
         kind, norm, eps = prologue
         call.dstgi_quant_linear(
             w.address, x.data_ptr(), x.shape[1], rows, out.data_ptr(), None if bias is None else bias.data_ptr(),

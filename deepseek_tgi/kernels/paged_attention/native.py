@@ -8,7 +8,7 @@ import torch
 
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import describe, refuse
-from deepseek_tgi.kernels.library import LONG_CALL_ROWS, NativeLibrary
+from deepseek_tgi.kernels.library import NativeLibrary
 from deepseek_tgi.kernels.native_pages import native_pages
 from deepseek_tgi.kernels.paged_attention import check_paged_attention
 from deepseek_tgi.kernels.pages import LayerPages
@@ -35,7 +35,7 @@ class PagedAttentionOp:
             refuse(f"paged_attention: {describe('q', q)} has strides {q.stride()}, expected dense heads")
         rows, heads = q.shape[0], q.shape[1]
         y = torch.empty(rows, heads, pages.v.shape[3]) if out is None else out
-        call = self.library.quick if rows < LONG_CALL_ROWS else self.library.slow
+        call = self.library.handle(2 * q.numel() * inputs.max_context)
         call.dstgi_paged_attention(
             native_pages(pages).address, q.data_ptr(), y.data_ptr(), inputs.cu_seqlens.data_ptr(),
             inputs.block_tables.data_ptr(), inputs.cache_lens.data_ptr(), inputs.cache_lens.shape[0],

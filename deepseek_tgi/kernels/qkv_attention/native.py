@@ -10,7 +10,7 @@ import torch
 
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import describe, refuse
-from deepseek_tgi.kernels.library import LONG_CALL_ROWS, AttentionCall, NativeLibrary
+from deepseek_tgi.kernels.library import AttentionCall, NativeLibrary
 from deepseek_tgi.kernels.native_pages import native_pages
 from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kernels.qkv_attention import HeadNorms
@@ -82,7 +82,7 @@ class QkvAttentionOp:
             inputs.block_tables.stride(0), q.shape[1], q.stride(0), k.stride(0), v.stride(0), cos_sin.shape[1],
             self._num_threads, scale,
         )  # fmt: skip
-        handle = self._library.quick if q.shape[0] < LONG_CALL_ROWS else self._library.slow
+        handle = self._library.handle(2 * q.numel() * inputs.max_context)
         return _Bound(operands, inputs, scale, struct, ctypes.addressof(struct), handle.dstgi_qkv_attention)
 
 
