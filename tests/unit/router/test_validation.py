@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,14 @@ def test_nesting_is_counted_outside_strings() -> None:
     assert parse_json(b"[" * 128 + b"]" * 128)
     with pytest.raises(PlainError):
         parse_json(b"[" * 129 + b"]" * 129)
+
+
+def test_a_body_of_escapes_that_never_ends_is_read_once() -> None:
+    body = b"[" * 100 + b'"' + b'\\"' * 500_000 + b"[" * 100
+    started = time.monotonic()
+    with pytest.raises(PlainError, match=r"EOF|unexpected end"):
+        parse_json(body)
+    assert time.monotonic() - started < 10, "not once for each escape"
 
 
 @pytest.mark.parametrize(
