@@ -19,6 +19,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 """`general.architecture`, which is also the `model_type`, to the class name of `transformers`."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor that stands in for llama3 rope scaling, whose settings GGUF does not keep."""
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -49,8 +50,8 @@ class Metadata:
     def number(self, key: str, default: float | None = None) -> float:
         """A positive finite number in the shortest spelling that its float32 has."""
         value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            self.fail(key, "a positive number")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _FLOAT32_MAX:
+            self.fail(key, "a positive number within float32")
         return _shortest(float(value))
 
     def flag(self, key: str, default: bool) -> bool:
@@ -157,6 +158,8 @@ def _rope(file: GgufFile, meta: Metadata, arch: str) -> dict[str, object]:
 def _llama3_scaling(file: GgufFile, meta: Metadata, arch: str) -> dict[str, object]:
     """Settings whose factors are those stored: published llama3 models differ in `factor` alone."""
     stored = file.tensor(ROPE_FACTORS).flatten().tolist()
+    if not all(0 < value <= _FLOAT32_MAX for value in stored):
+        raise CheckpointError(f"{file.path}: tensor {ROPE_FACTORS} holds values that are no positive numbers")
     factor = _shortest(max(stored))
     theta = meta.number(f"{arch}.rope.freq_base", default=10_000.0)
     low = _LLAMA3["original_max_position_embeddings"] / _LLAMA3["low_freq_factor"]

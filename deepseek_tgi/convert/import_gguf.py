@@ -93,7 +93,8 @@ def _permuted_heads(config: dict[str, object], name: str) -> int:
 
 def _convert(file: GgufFile, entry: GgufTensor, dtype: torch.dtype, heads: int) -> torch.Tensor:
     values = file.tensor(entry.name, dtype)
-    # One pass: a sum is finite exactly if all its terms are, for float32 has room for any sum of half-precision values.
+    # One pass: a sum is finite exactly if all its terms are. float32 has room for any sum of float16 values, and of
+    # bfloat16 values as far as weights go.
     if not torch.isfinite(values.sum(dtype=torch.float32)):
         name = str(dtype).removeprefix("torch.")
         raise CheckpointError(f"{file.path}: tensor {entry.name} holds infinities, NaN or values beyond {name}")

@@ -1,7 +1,8 @@
 """A folder that appears whole or not at all.
 
 Everything is written into a hidden sibling, synced, and renamed at the end; any failure removes the sibling. A sibling
-whose process is gone (killed, power lost) is removed by the next run for the same folder.
+whose process is gone (killed, power lost) is removed by the next run for the same folder, as is one of our own process
+id: in a container each run may have the same. One process makes a folder once at a time.
 """
 
 from __future__ import annotations
@@ -68,11 +69,13 @@ def _remove_abandoned(out: Path) -> None:
     prefix = f".{out.name}.partial-"
     for path in out.parent.iterdir():
         owner = path.name.removeprefix(prefix)
-        if path.name.startswith(prefix) and owner.isdigit() and not _is_alive(int(owner)):
+        if path.name.startswith(prefix) and owner.isdecimal() and not _is_at_work(int(owner)):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_alive(pid: int) -> bool:
+def _is_at_work(pid: int) -> bool:
+    if pid == os.getpid():
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -129,13 +129,16 @@ def _plan_packing(job: _Job, size: int) -> _Job:
 def _run(checkpoint: Checkpoint, job: _Job) -> Iterator[torch.Tensor]:
     """The tensors of `job.planned()`."""
     stored = checkpoint.tensor(job.name)
-    if not torch.isfinite(stored.sum(dtype=torch.float32)):
-        raise CheckpointError(f"{checkpoint.folder}: tensor {job.name} holds infinities or NaN")
+    # A copy is judged as it will be stored: float32 may hold what float16 cannot.
+    values = stored if job.group_size else stored.to(job.dtype)
+    if not torch.isfinite(values.sum(dtype=torch.float32)):
+        kind = str(values.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{checkpoint.folder}: tensor {job.name} holds infinities, NaN or values beyond {kind}")
     if job.group_size:
-        packed = pack_gemm(quantise_matrix(stored, job.group_size))
+        packed = pack_gemm(quantise_matrix(values, job.group_size))
         yield from (packed[name] for name in (GEMM.weight, GEMM.zeros, GEMM.scales))
     else:
-        yield stored.to(job.dtype)
+        yield values
 
 
 def _main_dtype(jobs: list[_Job]) -> str:

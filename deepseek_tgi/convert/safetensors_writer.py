@@ -61,7 +61,8 @@ class SafetensorsWriter:
         """Write the next planned tensor; its dtype and shape must be the planned ones."""
         planned = self._waiting.pop()
         assert (tensor.dtype, tuple(tensor.shape)) == (planned.dtype, planned.shape), planned.name
-        self._file.write(_octets(tensor.contiguous()))
+        kept = tensor.contiguous()  # alive until its bytes are written
+        self._file.write(_octets(kept))
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -90,7 +91,10 @@ def _header(plan: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> bytes
 
 
 def _octets(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor without a copy and without numpy, which is no runtime dependency."""
+    """The bytes of a contiguous tensor without a copy and without numpy, which is no runtime dependency.
+
+    They do not keep the tensor alive.
+    """
     count = tensor.numel() * tensor.element_size()
     if not count:
         return memoryview(b"")

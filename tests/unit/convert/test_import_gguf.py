@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from deepseek_tgi.convert import output_folder
+from deepseek_tgi.convert.gguf_config import Metadata
 from deepseek_tgi.convert.import_gguf import import_gguf
 from deepseek_tgi.convert.small_model import installed_gguf, small_gguf
 from deepseek_tgi.errors import CheckpointError, ConfigError, ResourceError, UnsupportedModelError
@@ -26,6 +27,7 @@ from deepseek_tgi.errors import CheckpointError, ConfigError, ResourceError, Uns
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]
 ONES = np.ones(4, dtype=np.float32)
 FACTORS = np.array([1, 9, 2, 2], dtype=np.float32)
+NANS = np.full(4, np.nan, dtype=np.float32)
 NUM_TOKENS = 256 + len(MERGES) + 3
 Add = Callable[[gguf.GGUFWriter], object]
 
@@ -208,6 +210,7 @@ def other_model(writer: gguf.GGUFWriter) -> None:
         (refuse(lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)), UnsupportedModelError, "'longrope'"),
         (refuse(lambda w: w.add_tensor("blk.0.odd.weight", ONES)), CheckpointError, r"odd\.weight has no place"),
         (refuse(lambda w: w.add_tensor("rope_freqs.weight", FACTORS)), UnsupportedModelError, "not llama3"),
+        (refuse(lambda w: w.add_tensor("rope_freqs.weight", NANS)), CheckpointError, "no positive numbers"),
         (refuse(lambda w: w.add_pad_token_id(9999)), CheckpointError, "padding_token_id is 9999; expected an id below"),
     ],
 )  # fmt: skip
@@ -219,6 +222,13 @@ def test_what_cannot_be_imported_is_named_and_leaves_nothing(
     with pytest.raises(kind, match=message):
         import_gguf(tmp_path / "x.gguf", tmp_path / "out")
     assert os.listdir(tmp_path) == ["x.gguf"]
+
+
+@pytest.mark.parametrize("value", [1e300, float("nan"), float("inf"), 0.0, -1.0, True, "1"])
+def test_a_number_that_float32_cannot_hold_is_named(value: Any) -> None:
+    meta = Metadata(Path("x.gguf"), {"llama.rope.freq_base": value})
+    with pytest.raises(CheckpointError, match=r"freq_base is .*; expected a positive number within float32"):
+        meta.number("llama.rope.freq_base")
 
 
 def test_an_unknown_architecture_says_what_is_known(tmp_path: Path) -> None:
@@ -274,6 +284,18 @@ def test_leftovers_of_dead_processes_are_removed_and_of_live_ones_kept(tmp_path:
         (folder / "file").write_text("x")
     assert (tmp_path / "out" / "file").read_text() == "x"
     assert [path.exists() for path in (dead, alive, other)] == [False, True, True]
+
+
+def test_a_leftover_of_the_same_process_id_is_no_obstacle(tmp_path: Path) -> None:
+    # In a container a restarted command has the process id of the one that was killed.
+    left = tmp_path / f".out.partial-{os.getpid()}"
+    left.mkdir()
+    (left / "half").write_text("x")
+    (tmp_path / ".out.partial-²").mkdir()  # a digit that is no number
+    with output_folder.new_folder(tmp_path / "out") as folder:
+        (folder / "file").write_text("x")
+    assert os.listdir(tmp_path / "out") == ["file"]
+    assert not left.exists()
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:

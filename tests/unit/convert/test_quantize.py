@@ -207,7 +207,16 @@ def test_weights_that_are_no_numbers_are_named_and_leave_nothing(value: float, t
     dense = dense_model(tmp_path / "dense")
     dense["model.layers.0.mlp.up_proj.weight"][5, 5] = value
     save_file(dense, tmp_path / "dense" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight holds infinities or NaN"):
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight holds infinities, NaN"):
+        quantize_rtn(tmp_path / "dense", tmp_path / "awq")
+    assert os.listdir(tmp_path) == ["dense"]
+
+
+def test_a_copied_value_that_float16_cannot_hold_is_refused_not_stored_as_infinity(tmp_path: Path) -> None:
+    dense = dense_model(tmp_path / "dense", dtype=torch.float32)
+    dense["model.norm.weight"][3] = 1e5
+    save_file(dense, tmp_path / "dense" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds infinities, NaN or values beyond float16"):
         quantize_rtn(tmp_path / "dense", tmp_path / "awq")
     assert os.listdir(tmp_path) == ["dense"]
 
