@@ -91,6 +91,7 @@ class LaunchedServer:
     port: int
     uds_stem: Path
     output: list[bytes] = field(default_factory=list)
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60, trust_env=False))
     _reader: threading.Thread | None = None
 
     @classmethod
@@ -126,7 +127,7 @@ class LaunchedServer:
         if self.process.poll() is not None:
             raise RuntimeError(f"the launcher left with {self.process.returncode}")
         try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+            return self.http.get(f"{self.url}/health", timeout=5).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -155,7 +156,7 @@ class LaunchedServer:
 
     def post(self, path: str, body: Any, timeout: float = 60.0) -> httpx.Response:
         """POST JSON."""
-        return httpx.post(self.url + path, json=body, timeout=timeout)
+        return self.http.post(self.url + path, json=body, timeout=timeout)
 
     def generate(self, text: str, **parameters: Any) -> dict[str, Any]:
         """`/generate` with details; the parsed answer."""
@@ -167,7 +168,7 @@ class LaunchedServer:
 
     def events(self, path: str, body: Any) -> list[str]:
         """The payloads of a server-sent stream, read to its end."""
-        with httpx.stream("POST", self.url + path, json=body, timeout=60) as response:
+        with self.http.stream("POST", self.url + path, json=body) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
             text = "".join(response.iter_text())
@@ -180,14 +181,14 @@ class LaunchedServer:
     def streaming(self, text: str, max_new_tokens: int) -> Iterator[Iterator[dict[str, Any]]]:
         """An open `/generate_stream`; leaving the block closes the connection."""
         body = {"inputs": text, "parameters": {"max_new_tokens": max_new_tokens}}
-        with httpx.stream("POST", f"{self.url}/generate_stream", json=body, timeout=60) as response:
+        with self.http.stream("POST", f"{self.url}/generate_stream", json=body) as response:
             assert response.status_code == 200
             lines = response.iter_lines()
             yield (json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: "))
 
     def metric(self, name: str) -> float:
         """The value of an unlabelled series, 0 if it was never recorded."""
-        for line in httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines():
+        for line in self.http.get(f"{self.url}/metrics").text.splitlines():
             if line.startswith(f"{name} "):
                 return float(line.split()[1])
         return 0.0
@@ -209,6 +210,7 @@ class LaunchedServer:
 
     def stop(self) -> None:
         """SIGTERM, wait, and kill whatever is left."""
+        self.http.close()
         below = set(self.children())
         if self.process.poll() is None:
             self.process.terminate()
