@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from deepseek_tgi.router import sse
@@ -89,8 +90,8 @@ class ChatApi:
 
     async def _plain_stream(self, chat: ChatRequest, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
         check_streamable(request.parameters)
-        stream = await self._state.infer.open(request)
         chunks = self._chunks(chat)
+        stream = await self._state.infer.open(request)
         try:
             usage = Usage(stream.input_length, 0)
             while not stream.finished:
@@ -110,11 +111,11 @@ class ChatApi:
 
     async def _tool_stream(self, chat: ChatRequest, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
         check_streamable(request.parameters)
-        stream = await self._state.infer.open(request)
         reader = CallReader()
         chunks, call_id = self._chunks(chat), next_call_id(chat.messages)
         reason = ""
         generated = 0
+        stream = await self._state.infer.open(request)
         try:
             while not stream.finished and reader.name != NO_TOOL:
                 for event in await stream.read():
@@ -128,8 +129,9 @@ class ChatApi:
             stream.close()
         if reader.name == NO_TOOL:
             plain = dataclasses.replace(chat, tools=())
-            async for chunk in self._plain_stream(plain, await self.prompt(plain)):
-                yield chunk
+            async with aclosing(self._plain_stream(plain, await self.prompt(plain))) as answer:
+                async for chunk in answer:
+                    yield chunk
             return
         for chunk in self._tool_end(chat, chunks, reader, reason, Usage(stream.input_length, generated)):
             yield chunk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
 
 from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.router import sse
@@ -86,15 +87,17 @@ class CompletionsApi:
         for request in requests:
             check_streamable(request.parameters)
         if len(requests) == 1:
-            async for chunk in self._prompt_events(0, requests[0]):
-                yield chunk
+            async with aclosing(self._prompt_events(0, requests[0])) as chunks:
+                async for chunk in chunks:
+                    yield chunk
             return
         found: asyncio.Queue[bytes | DeepseekTgiError | None] = asyncio.Queue(maxsize=64)
 
         async def pump(index: int, request: GenerateRequest) -> None:
             try:
-                async for chunk in self._prompt_events(index, request):
-                    await found.put(chunk)
+                async with aclosing(self._prompt_events(index, request)) as chunks:
+                    async for chunk in chunks:
+                        await found.put(chunk)
                 await found.put(None)
             except DeepseekTgiError as error:
                 await found.put(error)

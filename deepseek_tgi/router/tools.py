@@ -17,6 +17,8 @@ from deepseek_tgi.router.openai_requests import ChatRequest, Message, Tool
 from deepseek_tgi.router.requests import Grammar
 
 NO_TOOL = "no_tool"
+MAX_ID_DIGITS = 18
+"""Call ids that are counted on from have at most so many digits; longer ones are names."""
 DEFAULT_PROMPT = (
     "\nGiven the functions available, please respond with a JSON for a function call with its proper arguments that "
     "best answers the given prompt. Respond in the format {name: function name, parameters: dictionary of argument "
@@ -95,7 +97,7 @@ def parse_call(text: str) -> ToolCall:
 def next_call_id(messages: Sequence[Message]) -> str:
     """One more than the largest id in the conversation, `0` if there is none, a UUID if they are no numbers."""
     ids = [call_id for message in messages for call_id in message.tool_call_ids]
-    if not all(call_id.isdecimal() for call_id in ids):
+    if not all(call_id.isdecimal() and len(call_id) <= MAX_ID_DIGITS for call_id in ids):
         return str(uuid.uuid4())
     return str(max(map(int, ids)) + 1) if ids else "0"
 
@@ -137,7 +139,7 @@ class CallReader:
             return rest
         try:
             json.loads(self._text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return rest
         self.complete = True
         return rest.rstrip().removesuffix("}")

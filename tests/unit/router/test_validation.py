@@ -154,4 +154,5 @@ def test_call_ids_count_on() -> None:
 
     assert ids("3", "11") == "12"
     assert len(ids("3", "call_x")) == 36
+    assert len(ids("9" * 5000)) == 36, "too long to be a number"
     assert next_call_id([]) == "0"
