@@ -78,6 +78,10 @@ class ScriptedAdapter(ModelAdapter):
         tokenizer = TextTokenizer.from_folder(tokenizer_kinds.byte_level(folder))
         return cls(tokenizer, block_size, max_position)
 
+    def have_fewer_ids(self, vocab: int) -> None:
+        """Become a model whose embedding has only `vocab` rows."""
+        self._vocab, self._patterns = vocab, self._patterns[:, :vocab]
+
     def say(self, prompt: str, output: str | Sequence[int]) -> None:
         """Answer `prompt` (as tokenised whole) with `output`, then end-of-sequence for ever."""
         ids = self._tokenizer.encode(output, add_special_tokens=False) if isinstance(output, str) else list(output)

@@ -37,6 +37,7 @@ class Intake:
         self._tokenizer = adapter.tokenizer
         self._eos_token_ids = adapter.eos_token_ids
         self._max_positions = adapter.info.max_position_embeddings
+        self._vocab_size = adapter.info.vocab_size
         self._config = config
         self._counter = counter
         self._grammars = GrammarCompiler(adapter.tokenizer, adapter.info.vocab_size, adapter.eos_token_ids)
@@ -49,7 +50,7 @@ class Intake:
         """
         ids = self._tokenizer.encode(request.text, request.add_special_tokens, request.truncate)
         needed = len(ids) + request.stop.max_new_tokens - 1
-        self._check_lengths(request, len(ids), needed)
+        self._check_prompt(request, ids, needed)
         if first_block is None:
             blocks = _given_blocks(request, needed, shape)
         else:
@@ -68,16 +69,21 @@ class Intake:
         self._start(sequence, guard, shape.block_size)
         return sequence
 
-    def _check_lengths(self, request: Request, prompt: int, needed: int) -> None:
-        if prompt == 0:
+    def _check_prompt(self, request: Request, ids: list[int], needed: int) -> None:
+        if not ids:
             raise RequestError(f"request {request.id}: the prompt has no tokens, expected at least one")
         if request.stop.max_new_tokens < 1:
             got = request.stop.max_new_tokens
             raise RequestError(f"request {request.id}: max_new_tokens: got {got}, expected at least 1")
         if needed > self._max_positions:
             raise RequestError(
-                f"request {request.id}: {prompt} prompt tokens and max_new_tokens {request.stop.max_new_tokens} need "
+                f"request {request.id}: {len(ids)} prompt tokens and max_new_tokens {request.stop.max_new_tokens} need "
                 f"{needed} positions, the model has {self._max_positions}"
+            )
+        if max(ids) >= self._vocab_size:
+            raise RequestError(
+                f"request {request.id}: the prompt has token {max(ids)}, the model knows 0 to {self._vocab_size - 1} "
+                "(its tokenizer has ids without an embedding): leave that text out"
             )
 
     def _start(self, sequence: Sequence, guard: PrefixGuard, block_size: int) -> None:

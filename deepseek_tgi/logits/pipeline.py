@@ -8,6 +8,7 @@ Guarantee: a row's result depends on its own logits and state alone, bit for bit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ MINUS_INFINITY = float("-inf")
 SPARE_FOR_TIES = 4
 MAX_TOP_TOKENS = 1000
 """Longest list of alternatives: ties at the n-th place are all listed, but not a vocabulary of equals."""
+
+OVERFLOW = "its sampling parameters are too extreme: the scores they give are not finite"
 
 Calibration = Callable[[torch.Tensor], torch.Tensor]
 Warper = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -116,7 +119,8 @@ class SamplingPlan:
         chosen = self._choose(logits, logprobs)
         picked = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1)
         for row in (~(peaks.isfinite() & picked.isfinite())).nonzero().flatten().tolist():
-            failed.setdefault(row, "the model's logits are not finite")
+            model = "the model's logits are not finite"
+            failed.setdefault(row, OVERFLOW if math.isfinite(float(peaks[row])) else model)
         tops = self._top_tokens(logprobs, failed) if self._topped else {}
         return Choice(chosen, chosen.tolist(), picked.tolist(), tops, failed)
 
@@ -156,7 +160,8 @@ class SamplingPlan:
         return chosen
 
     def _top_tokens(self, logprobs: torch.Tensor, failed: dict[int, str]) -> dict[int, tuple[list[int], list[float]]]:
-        most = min(max(self._states[i].top_n_tokens for i in self._topped) + SPARE_FOR_TIES, logprobs.shape[1])
+        wanted = min(max(self._states[i].top_n_tokens for i in self._topped), MAX_TOP_TOKENS)
+        most = min(wanted + SPARE_FOR_TIES, logprobs.shape[1])
         everyone = len(self._topped) == len(logprobs)
         best = (logprobs if everyone else logprobs[self._topped]).topk(most)
         tops = {}

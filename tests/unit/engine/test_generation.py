@@ -245,6 +245,19 @@ def test_a_request_that_cannot_run_fails_alone_or_ends_beside_others(
     assert counts["requests_failed"] == 2
 
 
+def test_a_token_that_the_model_has_no_row_for_ends_its_request_alone(tmp_path: Path) -> None:
+    adapter = ScriptedAdapter.in_folder(tmp_path)
+    (beyond,) = adapter.tokenizer.encode(" o")
+    adapter.have_fewer_ids(beyond)
+    driver = Driver(adapter)
+    bad, good = driver.request(" o", 5), driver.request("Hello", 5)
+    with pytest.raises(RequestError, match=f"token {beyond}, the model knows 0 to {beyond - 1}"):
+        driver.prefill(0, bad)
+    driver.finish(driver.prefill(1, bad, good).batch)
+    assert driver.results[good.id].ids == adapter.greedy("Hello", 5)
+    assert driver.results[bad.id].ids == [min(adapter.eos_token_ids)]
+
+
 def test_lots_of_wrong_requests_at_once_leave_no_batch(driver: Driver) -> None:
     bad = [driver.request("x", 5, sampling=SamplingParams(grammar="(", grammar_type=GrammarType.REGEX)) for _ in "ab"]
     result = driver.prefill(0, *bad)

@@ -11,7 +11,15 @@ import torch
 from oracles import sampling as oracle
 
 from deepseek_tgi.core import SamplingParams
-from deepseek_tgi.logits.pipeline import Choice, SamplingPlan, SamplingState, identity, sampling_state
+from deepseek_tgi.logits.pipeline import (
+    MAX_TOP_TOKENS,
+    SPARE_FOR_TIES,
+    Choice,
+    SamplingPlan,
+    SamplingState,
+    identity,
+    sampling_state,
+)
 from deepseek_tgi.logits.watermark import Watermark
 
 VOCAB = 400
@@ -140,6 +148,23 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float, params: SamplingParams
     for row in (0, 2):
         assert (choice.ids[row], choice.logprobs[row]) == (wanted.ids[row], wanted.logprobs[row])
         assert row in choice.tops
+
+
+def test_parameters_too_extreme_for_the_scores_fail_their_row_and_say_so() -> None:
+    params = [SamplingParams(), SamplingParams(repetition_penalty=1e-45)]
+    logits = some_logits(2).index_fill(1, torch.tensor(PROMPT), 1.0)
+    choice = choose(logits, states_of(params))
+    assert set(choice.failed) == {1}
+    assert "sampling parameters" in choice.failed[1]
+
+
+def test_the_list_of_alternatives_is_bounded_by_what_is_sent_not_by_the_vocabulary() -> None:
+    plan = SamplingPlan(states_of([SamplingParams()], top_n=2**32 - 1), Watermark(), identity)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        ids, _ = plan.run(some_logits(1, vocab=5000)).tops[0]
+    assert len(ids) == MAX_TOP_TOKENS
+    topk = next(event for event in profile.events() if event.name == "aten::topk")
+    assert topk.concrete_inputs[1] <= MAX_TOP_TOKENS + SPARE_FOR_TIES
 
 
 def test_single_masked_scores_are_no_failure() -> None:
