@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 GROUP = "deepseek_tgi.backends"
 RESERVED = "tgi"
 NAME_RULE = "lower-case words of letters and digits joined by single dashes, starting with a letter, 2 to 40 characters"
+BROKEN_IMPORT = (
+    *(ImportError, SyntaxError, OSError, RuntimeError, NameError, AttributeError),
+    *(TypeError, ValueError, LookupError, ArithmeticError, AssertionError),
+)
+"""What a stranger's module may raise while it is imported; not what ends a process."""
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -97,7 +102,8 @@ def list_backends() -> list[BackendInfo]:
 
 def _info(point: metadata.EntryPoint) -> BackendInfo:
     owner = (point.dist.name, point.dist.version) if point.dist is not None else ("(unknown)", "-")
-    return BackendInfo(point.name, point.value, *owner)
+    target = "".join(point.value.partition("[")[0].split())  # extras of the package may follow
+    return BackendInfo(point.name, target, *owner)
 
 
 def load_backend(name: str) -> type[ModelAdapter]:
@@ -133,8 +139,8 @@ def _import_target(name: str, target: str) -> object:
     module_name, _, attribute = target.partition(":")
     try:
         found: object = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"backend {name!r}: cannot import {module_name}: {error}") from error
+    except BROKEN_IMPORT as error:
+        raise ConfigError(f"backend {name!r}: cannot import {module_name}: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise ConfigError(f"backend {name!r}: {module_name} has no {attribute}")

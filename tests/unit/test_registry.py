@@ -134,5 +134,21 @@ def test_a_broken_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         registry.load_backend("needs_more:Adapter")
 
 
+@pytest.mark.parametrize("fault", ["raise RuntimeError('no device')", "def (:", "import os; os.no_such", "1 / 0"])
+def test_a_module_that_fails_while_it_is_imported_is_named(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "falls_over.py").write_text(fault + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"backend 'falls_over:Adapter': cannot import falls_over: \w+Error: "):
+        registry.load_backend("falls_over:Adapter")
+
+
+def test_an_entry_point_may_name_extras(stranger: str, tmp_path: Path) -> None:
+    offer(tmp_path, "with-extras", "1.0", "extra", f"{stranger}:Good [fast]")
+    assert registry.find_backend("extra").target == f"{stranger}:Good"
+    assert registry.load_backend("extra").__name__ == "Good"
+
+
 def test_a_target_works_in_the_place_of_a_name(stranger: str) -> None:
     assert registry.load_backend(f"{stranger}:Good").__name__ == "Good"
