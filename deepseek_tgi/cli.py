@@ -153,7 +153,8 @@ def _launch(argv: list[str]) -> int:
     from deepseek_tgi.config import DEFAULT_BACKEND
     from deepseek_tgi.launcher import main as launcher
 
-    given = any(a == "--backend" or a.startswith("--backend=") for a in argv) or "DEEPSEEK_TGI_BACKEND" in os.environ
+    named = any(a == "--backend" or a.startswith("--backend=") for a in argv)
+    given = named or bool(os.environ.get("DEEPSEEK_TGI_BACKEND"))
     return launcher.main(argv if given else ["--backend", DEFAULT_BACKEND, *argv])
 
 

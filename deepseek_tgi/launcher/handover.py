@@ -59,7 +59,7 @@ def is_ours(path: Path) -> bool:
 
 
 def hand_over(argv: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Become TGI's launcher. Raises `ConfigError` if there is none."""
+    """Become TGI's launcher. Raises `ConfigError` if there is none, or it cannot be run."""
     found = find_tgi(environ.get("PATH", os.defpath))
     if found is None:
         raise ConfigError(
@@ -68,4 +68,7 @@ def hand_over(argv: Sequence[str], environ: Mapping[str, str]) -> None:
         )
     sys.stderr.write(f"deepseek-tgi: no backend of ours asked for; handing over to {found}\n")
     sys.stderr.flush()
-    os.execve(found, [NAME, *without_backend(argv)], dict(environ))
+    try:
+        os.execve(found, [NAME, *without_backend(argv)], dict(environ))
+    except OSError as error:
+        raise ConfigError(f"{found} cannot be run ({error.strerror}); take it off PATH or install TGI again") from error

@@ -10,7 +10,7 @@ from deepseek_tgi.config import LauncherConfig
 from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.launcher.check import max_input_tokens
 from deepseek_tgi.launcher.process import Child, Spec, python_argv
-from deepseek_tgi.launcher.shards import Plan
+from deepseek_tgi.launcher.shards import Plan, shortest
 from deepseek_tgi.server.sockets import rank_path
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def router_argv(plan: Plan) -> list[str]:
         ("--max-stop-sequences", config.max_stop_sequences),
         ("--max-top-n-tokens", config.max_top_n_tokens),
         ("--max-batch-prefill-tokens", plan.max_batch_prefill_tokens),
-        ("--waiting-served-ratio", f"{config.waiting_served_ratio:g}"),
+        ("--waiting-served-ratio", shortest(config.waiting_served_ratio)),
         ("--max-waiting-tokens", config.max_waiting_tokens),
         ("--validation-workers", config.validation_workers),
         ("--hostname", config.hostname),

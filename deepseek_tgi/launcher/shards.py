@@ -86,13 +86,13 @@ def shard_environment(plan: Plan, rank: int) -> dict[str, str]:
         "MASTER_ADDR": config.master_addr,
         "MASTER_PORT": str(config.master_port),
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
-        "CUDA_MEMORY_FRACTION": f"{config.cuda_memory_fraction:g}",
+        "CUDA_MEMORY_FRACTION": shortest(config.cuda_memory_fraction),
         "SAFETENSORS_FAST_GPU": "1",
         "DEEPSEEK_TGI_BACKEND": config.backend,
     }
     if config.rope_scaling is not None or config.rope_factor is not None:
         env["ROPE_SCALING"] = config.rope_scaling or "linear"
-        env["ROPE_FACTOR"] = f"{config.rope_factor if config.rope_factor is not None else 1.0:g}"
+        env["ROPE_FACTOR"] = shortest(config.rope_factor if config.rope_factor is not None else 1.0)
     graphs = [size for size in (config.cuda_graphs or ()) if size]
     return env | _present(
         MAX_TOTAL_TOKENS=config.max_total_tokens,
@@ -109,6 +109,11 @@ def shard_environment(plan: Plan, rank: int) -> dict[str, str]:
         DEEPSEEK_TGI_KERNELS=config.kernels,
         DEEPSEEK_TGI_NUM_THREADS=config.num_threads,
     )
+
+
+def shortest(value: float) -> str:
+    """`value` with all its digits and none to spare: 8, 0.1, 1.2345678."""
+    return str(value).removesuffix(".0")
 
 
 def _present(**values: object) -> dict[str, str]:
@@ -149,7 +154,7 @@ def relog(line: bytes) -> None:
     try:
         record = json.loads(line)
         level, text = LEVELS[record["record"]["level"]["name"].lower()], str(record["text"]).rstrip()
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         if line.strip():
             shard_logger.debug("%s", line.decode(errors="replace").rstrip())
         return

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_tgi import __version__, cli
+from deepseek_tgi.launcher import main as launcher
 
 COMMANDS = (
     *("quickstart", "launch", "info", "shim", "download-weights", "import-gguf", "quantize", "backends"),
@@ -88,6 +89,19 @@ def test_errors_are_one_message_and_a_code(
     shown = capfd.readouterr().err
     assert message in shown
     assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("variable", "argv"), [("", ["--backend", "deepseek-quant", "--port", "1"]), ("other", ["--port", "1"])]
+)
+def test_launch_takes_an_empty_backend_variable_as_not_set(
+    variable: str, argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPSEEK_TGI_BACKEND", variable)
+    called: list[list[str]] = []
+    monkeypatch.setattr(launcher, "main", called.append)
+    cli.main(["launch", "--port", "1"])
+    assert called == [argv]
 
 
 def test_a_closed_reader_is_no_error() -> None:

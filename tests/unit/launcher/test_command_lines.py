@@ -71,6 +71,7 @@ def test_a_shards_environment() -> None:
     [
         ({"max_total_tokens": 512, "max_batch_size": 4}, {"MAX_TOTAL_TOKENS": "512", "MAX_BATCH_SIZE": "4"}),
         ({"rope_factor": 2.0}, {"ROPE_SCALING": "linear", "ROPE_FACTOR": "2"}),
+        ({"rope_factor": 1.2345678}, {"ROPE_SCALING": "linear", "ROPE_FACTOR": "1.2345678"}),
         ({"rope_scaling": "dynamic"}, {"ROPE_SCALING": "dynamic", "ROPE_FACTOR": "1"}),
         ({"enable_prefill_logprobs": True}, {"REQUEST_LOGPROBS": "1"}),
         ({"cuda_graphs": (0, 1, 2)}, {"CUDA_GRAPHS": "1,2"}),
@@ -152,8 +153,10 @@ def test_a_taken_port_is_named() -> None:
         (b'{"text": "no record"}\n', "DEBUG", '{"text": "no record"}'),
         (b'["list"]\n', "DEBUG", '["list"]'),
         (b"\xff\xfe\n", "DEBUG", "\ufffd\ufffd"),
+        (b"[" * 5000 + b"\n", "DEBUG", "[" * 5000),
         (b"\n", None, None),
     ],
+    ids=range(9),
 )
 def test_shard_lines_are_logged_at_their_level(
     line: bytes, level: str | None, text: str | None, caplog: pytest.LogCaptureFixture

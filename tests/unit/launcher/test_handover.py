@@ -79,6 +79,13 @@ def test_without_tgi_the_error_names_our_backend(ours: Path) -> None:
     assert "--backend deepseek-quant" in done.stderr
 
 
+def test_a_launcher_that_cannot_be_run_is_named(ours: Path, tmp_path: Path) -> None:
+    broken = command(tmp_path / "theirs", "no script and no program\n")
+    done = run(ours, [broken.parent])
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert f"{broken} cannot be run (Exec format error)" in done.stderr
+
+
 def test_our_own_scripts_are_passed_over(ours: Path, theirs: Path, tmp_path: Path) -> None:
     (shimmed,) = shim.write(tmp_path / "shim", [LAUNCHER], force=False)
     search = os.pathsep.join(str(p) for p in (ours, shimmed.parent, tmp_path / "absent", theirs))
