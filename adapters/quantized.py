@@ -57,6 +57,10 @@ class QuantizedModelAdapter(ModelAdapter):
         tokenizer = _load_tokenizer(folder, config)
         checkpoint = Checkpoint(folder)
         plan = resolve(config, checkpoint)
+        if options.quantize is not None and not plan.label.startswith(options.quantize):
+            logger.warning(
+                "quantize: got %s, but %s is stored as %s, which decides", options.quantize, folder, plan.label
+            )
         kernels = select_kernels(options.device, compute, options.kernels, options.num_threads)
         decoder = load_decoder(config, checkpoint, WeightSource(plan, kernels), options.progress)
         info = _describe(model_id, config, kernels, decoder, plan.label)

@@ -64,6 +64,16 @@ def test_float16_on_a_cpu_falls_back_and_says_so(tmp_path: Path, caplog: pytest.
     assert [r.message for r in caplog.records if "float16 is not computed" in r.message]
 
 
+@pytest.mark.parametrize(("wish", "warned"), [(None, False), ("awq", False), ("gptq", True)])
+def test_what_is_stored_decides_over_the_quantize_flag(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wish: str | None, warned: bool
+) -> None:
+    tiny_checkpoint(tmp_path, "llama", "awq-gemm")
+    with caplog.at_level(logging.WARNING):
+        assert load(tmp_path, quantize=wish).info.quantization == "awq-gemm-g32"
+    assert any("gptq" in r.message and "awq-gemm-g32" in r.message for r in caplog.records) == warned
+
+
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "float16", "int8"])
 def test_each_cache_format_stays_within_its_own_error(tmp_path: Path, mode: str) -> None:
     checkpoint = tiny_checkpoint(tmp_path, "llama", "awq-gemm")
@@ -181,7 +191,7 @@ Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from
 before = status("VmRSS")
 model = QuantizedModelAdapter.get_model(sys.argv[1], options=options)
 print(model.info.weight_bytes, status("VmHWM") - before)
-tokens = 1024
+tokens = int(sys.argv[4])
 Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")
 model.forward(torch.ones(1, tokens, dtype=torch.int64))
@@ -199,11 +209,11 @@ def packed_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     return large, packed_checkpoint(folder / "small", {"hidden_size": 256, "intermediate_size": 256})
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize(("kernels", "tokens"), [("auto", 1024), ("torch", 128)])
 def test_peak_memory_stays_near_the_packed_model_and_a_step_within_its_workspace(
-    packed_models: tuple[Path, Path], kernels: str
+    packed_models: tuple[Path, Path], kernels: str, tokens: int
 ) -> None:
-    command = [sys.executable, "-c", PEAK, *map(str, packed_models), kernels]
+    command = [sys.executable, "-c", PEAK, *map(str, packed_models), kernels, str(tokens)]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     weights, peak = map(int, lines[0].split())
     layer = 2 * (3 * 1024 * 1024 + 3 * 1024 * 2816)  # one layer's matrices in 16 bits
