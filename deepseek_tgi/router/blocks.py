@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 ID_BYTES = 4
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Node:
     """One cached block. `refs` counts the live allocations that use it or a block below it."""
 
@@ -29,7 +29,7 @@ class _Node:
     cached: bool = True
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Allocation:
     """Blocks of one request, in sequence order; token position p lives in `slots[p]`.
 
@@ -103,18 +103,20 @@ class BlockAllocator:
         if allocation.released:
             return
         parent = allocation.path[-1] if allocation.path else self._root
+        stored: set[int] = set()
         for index in range(len(allocation.path), len(allocation.keys)):
             key = allocation.keys[index]
             node = parent.children.get(key)
             if node is None:
                 block = allocation.blocks[index]
-                allocation.private.remove(block)
+                stored.add(block)
                 node = _Node(block=block, parent=parent, key=key)
                 parent.children[key] = node
                 self._idle += 1
             self._acquire([node])
             allocation.path.append(node)
             parent = node
+        allocation.private = [block for block in allocation.private if block not in stored]
 
     def release(self, allocation: Allocation) -> None:
         """Give an allocation back; a second call does nothing."""

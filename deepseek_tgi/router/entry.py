@@ -48,7 +48,7 @@ class Mailbox:
         return self._items.popleft() if self._items else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Job:
     """What the shard is asked for, checked and tokenised: one entry is made of it, or several (long generations)."""
 
@@ -64,7 +64,7 @@ class Job:
     adapter_id: str | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Entry:
     """Owner of one request's blocks from admission to `release`; the scheduler alone changes it."""
 

@@ -130,10 +130,10 @@ class TokenStream:
 
     def close(self) -> None:
         """Give up what is still running and return the permit."""
+        self._give_back()
         if self._entry is not None and not self._done:
             self._entry.cancel()
         self._done = True
-        self._give_back()
 
     async def _take(self, item: Delivery, events: list[TokenEvent]) -> None:
         if isinstance(item, DeepseekTgiError):

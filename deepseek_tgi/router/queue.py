@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from deepseek_tgi.pb import generate_pb2 as pb
@@ -38,7 +38,7 @@ class RequestQueue:
         self._facts = facts
         self._blocks = blocks
         self._metrics = metrics
-        self._waiting: deque[Entry] = deque()
+        self._waiting: OrderedDict[int, Entry] = OrderedDict()
         self._next_batch_id = 0
 
     def __len__(self) -> int:
@@ -46,14 +46,12 @@ class RequestQueue:
 
     def append(self, entry: Entry) -> None:
         """Put an entry at the end."""
-        self._waiting.append(entry)
+        self._waiting[entry.id] = entry
         self._metrics.gauge("tgi_queue_size", len(self._waiting))
 
     def discard(self, entry: Entry) -> bool:
         """Take out an entry whose client is gone; false if it is not waiting."""
-        try:
-            self._waiting.remove(entry)
-        except ValueError:
+        if self._waiting.pop(entry.id, None) is None:
             return False
         self._metrics.count("tgi_request_failure", label='err="dropped"')
         self._metrics.gauge("tgi_queue_size", len(self._waiting))
@@ -61,7 +59,7 @@ class RequestQueue:
 
     def take_all(self) -> list[Entry]:
         """Empty the queue."""
-        entries = list(self._waiting)
+        entries = list(self._waiting.values())
         self._waiting.clear()
         self._metrics.gauge("tgi_queue_size", 0)
         return entries
@@ -87,18 +85,18 @@ class RequestQueue:
         size = self._facts.block_size
         room = -(-budget.prefill_tokens // size) * size
         admitted: list[tuple[Entry, int, int | None]] = []
-        while self._waiting and (budget.max_size is None or len(admitted) < budget.max_size):
-            entry = self._waiting[0]
+        while self._waiting and room and (budget.max_size is None or len(admitted) < budget.max_size):
+            entry = self._front()
             job = entry.job
             needed = len(job.input_ids) + job.max_new_tokens + self._facts.speculate - 1
             found = self._blocks.allocate(needed, None if job.prefill_logprobs else job.input_ids)
             if found is None:
                 break
             postfix = len(job.input_ids) - found.cache_len
-            if postfix > room and (room == 0 or not self._facts.support_chunking):
+            if postfix > room and not self._facts.support_chunking:
                 self._blocks.release(found)
                 break
-            self._waiting.popleft()
+            del self._waiting[entry.id]
             entry.allocation = found
             self._metrics.count("deepseek_tgi_prompt_tokens", len(job.input_ids))
             self._metrics.count("deepseek_tgi_prompt_tokens_reused", found.cache_len)
@@ -111,21 +109,26 @@ class RequestQueue:
         admitted: list[tuple[Entry, int, int | None]] = []
         longest = decode = 0
         while self._waiting and (budget.max_size is None or len(admitted) < budget.max_size):
-            entry = self._waiting[0]
+            entry = self._front()
             longest = max(longest, len(entry.job.input_ids))
             prefill = (len(admitted) + 1) * longest
             decode += entry.job.max_new_tokens
             if prefill > budget.prefill_tokens or prefill + decode + self._facts.speculate > budget.total_tokens:
                 break
-            admitted.append((self._waiting.popleft(), 0, None))
+            del self._waiting[entry.id]
+            admitted.append((entry, 0, None))
         return admitted
+
+    def _front(self) -> Entry:
+        return next(iter(self._waiting.values()))
 
     def _put_back(self, entries: list[Entry]) -> None:
         for entry in reversed(entries):
             if self._blocks is not None and entry.allocation is not None:
                 self._blocks.release(entry.allocation)
             entry.allocation = None
-            self._waiting.appendleft(entry)
+            self._waiting[entry.id] = entry
+            self._waiting.move_to_end(entry.id, last=False)
 
     def _batch(self, admitted: list[tuple[Entry, int, int | None]]) -> NewBatch:
         now = time.monotonic()

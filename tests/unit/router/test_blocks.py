@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -49,6 +50,16 @@ def test_a_prompt_that_is_wholly_stored_leaves_one_token_to_compute() -> None:
     allocator = BlockAllocator(32, SIZE, prefix_caching=True)
     allocator.release(admitted(allocator, prompt(1, 2)))
     assert admitted(allocator, prompt(1, 2)).cache_len == 2 * SIZE - 1
+
+
+def test_a_long_prompt_of_small_blocks_is_stored_in_one_pass() -> None:
+    allocator = BlockAllocator(200_001, 1, prefix_caching=True)
+    found = allocator.allocate(200_000, range(200_000))
+    assert found is not None
+    started = time.process_time()
+    allocator.commit(found)
+    assert time.process_time() - started < 5, "not once for each block"
+    assert found.private == []
 
 
 def test_a_prompt_that_was_never_computed_is_not_reused() -> None:

@@ -35,6 +35,15 @@ async def test_c36_a_client_that_leaves_takes_its_request_along(tmp_path: Path, 
         assert "deepseek_tgi_request_cancelled 1" in (await bench.client.get("/metrics")).text
 
 
+async def test_a_client_that_leaves_with_a_very_long_prompt_frees_its_place(tmp_path: Path) -> None:
+    traits = Traits(num_blocks=3000, max_total_tokens=40_000)
+    async with router_bench(tmp_path, ["--max-batch-prefill-tokens", "16384"], traits) as bench:
+        _, writer = await bench.connect("/generate", body("z" * 16_000, 10_000))
+        await bench.until(lambda: bench.shard.count("Decode") > 2)
+        writer.close()
+        await bench.until(lambda: bench.in_flight == 0, "the permit is back")
+
+
 async def test_a_client_that_leaves_the_queue_is_gone_at_once(tmp_path: Path) -> None:
     async with router_bench(tmp_path) as bench:
         bench.shard.gate.clear()
