@@ -54,18 +54,23 @@ async def openai_stream(
 
 
 class _KeepAlive:
-    """Writes a comment after each `KEEP_ALIVE_S` of silence. One timer a stream, none a token."""
+    """Writes a comment after each `KEEP_ALIVE_S` of silence, unless the last one has not left yet.
+
+    One timer a stream, none a token.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._loop = asyncio.get_running_loop()
-        self._writes: set[asyncio.Task[None]] = set()
+        self._write: asyncio.Task[None] | None = None
         self.last_sent = self._loop.time()
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._fire)
 
     def cancel(self) -> None:
         """Stop."""
         self._timer.cancel()
+        if self._write is not None:
+            self._write.cancel()
 
     def sent(self) -> None:
         """Something was written."""
@@ -75,9 +80,8 @@ class _KeepAlive:
         now = self._loop.time()
         if now >= self.last_sent + KEEP_ALIVE_S:
             self.last_sent = now
-            task = self._loop.create_task(self._exchange.write(KEEP_ALIVE))
-            self._writes.add(task)
-            task.add_done_callback(self._writes.discard)
+            if self._write is None or self._write.done():
+                self._write = self._loop.create_task(self._exchange.write(KEEP_ALIVE))
         self._timer = self._loop.call_at(self.last_sent + KEEP_ALIVE_S, self._fire)
 
 
