@@ -96,7 +96,9 @@ class LauncherConfig:
     rope_scaling: str | None = _flag(choice("linear", "dynamic"), "rope scaling override", "ROPE_SCALING", MODEL)
     rope_factor: float | None = _flag(number(1e-6), "rope factor override", "ROPE_FACTOR", MODEL)
     huggingface_hub_cache: str | None = _flag(text, "hub cache folder", "HUGGINGFACE_HUB_CACHE", MODEL)
-    weights_cache_override: str | None = _flag(text, "weights folder override", "WEIGHTS_CACHE_OVERRIDE", MODEL)
+    weights_cache_override: str | None = _flag(
+        text, "folder to load the model from, whatever its id", "WEIGHTS_CACHE_OVERRIDE", MODEL
+    )
     lora_adapters: str | None = _flag(text, "comma list of adapters", "LORA_ADAPTERS", MODEL)
 
     max_concurrent_requests: int = _flag(
@@ -225,6 +227,9 @@ class ShardConfig:
 
     rank: int = _env(integer(0, 1023), "rank", "RANK", default=0)
     world_size: int = _env(integer(1, 1024), "number of ranks", "WORLD_SIZE", default=1)
+    weights_cache_override: str | None = _env(
+        text, "folder to load the model from, whatever its id", "WEIGHTS_CACHE_OVERRIDE"
+    )
     max_total_tokens: int | None = _env(integer(1), "prompt and new tokens of a request", "MAX_TOTAL_TOKENS")
     max_batch_size: int | None = _env(integer(1), "requests in a batch", "MAX_BATCH_SIZE")
     rope_scaling: str | None = _env(choice("linear", "dynamic"), "rope scaling override", "ROPE_SCALING")
@@ -261,7 +266,9 @@ class DownloadConfig:
     json_output: bool = option(boolean, "log lines as the launcher reads them", default=False, switch=True)
     merge_lora: bool = option(boolean, "accepted; nothing to merge", default=False, switch=True, hidden=True)
     trust_remote_code: bool = option(boolean, "no effect", default=False, switch=True, hidden=True)
-    weights_cache_override: str | None = _env(text, "weights folder override", "WEIGHTS_CACHE_OVERRIDE")
+    weights_cache_override: str | None = _env(
+        text, "folder to load the model from, whatever its id", "WEIGHTS_CACHE_OVERRIDE"
+    )
     cache: str | None = _env(text, "folder for models and kernels made here", OWN_PREFIX + "CACHE")
 
 

@@ -104,7 +104,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     check(config, environ)
     if ignored := given_without_effect(resolved.origins):
         logger.warning("Without effect on this backend: %s", ", ".join(ignored))
-    model = prepared_model(config.model_id, environ, signals)
+    model = config.weights_cache_override or prepared_model(config.model_id, environ, signals)
     return launch(config, model, environ, signals) if model is not None else 0
 
 

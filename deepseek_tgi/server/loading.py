@@ -43,7 +43,8 @@ def load_engine(config: ShardConfig, count: Count) -> EngineApi:
     """
     from deepseek_tgi.engine.engine import Engine, EngineConfig
 
-    adapter = load_backend(config.backend).get_model(config.model_id, config.revision, load_options(config))
+    model = config.weights_cache_override or config.model_id
+    adapter = load_backend(config.backend).get_model(model, config.revision, load_options(config))
     engine: EngineApi = Engine(
         adapter,
         EngineConfig(

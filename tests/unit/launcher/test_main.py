@@ -156,6 +156,14 @@ def test_children_are_called_as_tgi_calls_them(launch: Launch) -> None:
     assert f"--master-shard-uds-path {launcher.folder}/s-0 --tokenizer-name {launcher.folder}/model" in launcher.words()
 
 
+def test_a_weights_folder_is_what_all_children_read(launch: Launch) -> None:
+    launcher = launch("--weights-cache-override", "elsewhere")
+    launcher.wait_for("router starts with")
+    calls = [json.loads(line) for line in launcher.record.read_text().splitlines()]
+    assert [call["argv"][1] for call in calls] == ["elsewhere", "elsewhere"]
+    assert "--tokenizer-name elsewhere" in launcher.words()
+
+
 def test_shard_lines_come_out_as_json(launch: Launch) -> None:
     launcher = launch("--json-output")
     launcher.wait_for("router starts with")
