@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from deepseek_tgi.errors import DeepseekTgiError, RequestError
+from deepseek_tgi.errors import DeepseekTgiError, OverloadedError, RequestError
 from deepseek_tgi.router.chat_api import ChatApi
 from deepseek_tgi.router.completions_api import CompletionsApi
 from deepseek_tgi.router.errors import ShapeError
 from deepseek_tgi.router.fields import Fields, list_of
 from deepseek_tgi.router.http import Exchange
-from deepseek_tgi.router.openai_requests import chat_request, completion_request
+from deepseek_tgi.router.openai_requests import ChatRequest, chat_request, completion_request
 from deepseek_tgi.router.requests import GenerateRequest, Parameters, generate_request
 from deepseek_tgi.router.state import RouterState
 from deepseek_tgi.router.tgi_api import NativeApi
@@ -53,10 +53,7 @@ class MoreApi:
     async def tokenize(self, exchange: Exchange) -> None:
         """POST /tokenize: the tokens of a text, special ones included, with their byte offsets."""
         request = generate_request(await self._state.body(exchange))
-        tokens = await self._state.infer.validator.tokens(request.inputs, True)
-        await exchange.respond_json(
-            200, [{"id": t.id, "text": t.text, "start": t.start, "stop": t.stop} for t in tokens]
-        )
+        await exchange.respond_json(200, await self._state.infer.validator.tokens(request.inputs, True))
 
     async def invocations(self, exchange: Exchange) -> None:
         """POST /invocations: a body of `/`, chat or completions, told apart by its main field."""
@@ -77,6 +74,9 @@ class MoreApi:
         wishes = fields.required("instances", list_of(_instance))
         if not wishes:
             raise NoInstancesError
+        if len(wishes) > self._state.config.max_concurrent_requests:  # one of them could get no permit
+            self._state.infer.note_failed(OverloadedError("Model is overloaded"))
+            raise InstanceError
         tasks = [asyncio.create_task(self._predict(wish)) for wish in wishes]
         try:
             predictions = await asyncio.gather(*tasks)
@@ -88,19 +88,21 @@ class MoreApi:
                 task.cancel()
         await exchange.respond_json(200, {"predictions": predictions})
 
-    async def _predict(self, instance: dict[str, Any]) -> str:
-        if "messages" in instance:
-            request = await self._chat.prompt(chat_request(instance))
-        else:
-            asked = generate_request(instance)
-            parameters = Parameters(
-                do_sample=True, max_new_tokens=asked.parameters.max_new_tokens, seed=asked.parameters.seed, details=True
-            )
-            request = GenerateRequest(asked.inputs, parameters)
+    async def _predict(self, instance: ChatRequest | GenerateRequest) -> str:
+        request = await self._chat.prompt(instance) if isinstance(instance, ChatRequest) else instance
         return (await self._state.infer.generate(request)).ending.text
 
 
-def _instance(value: Any, path: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or not {"inputs", "messages"} & value.keys():
-        raise ShapeError(path, "data did not match any variant of untagged enum VertexInstance")
-    return value
+def _instance(value: Any, path: str) -> ChatRequest | GenerateRequest:
+    """A text, of whose parameters two count, or a chat."""
+    known = value.keys() if isinstance(value, dict) else set()
+    try:
+        if "messages" in known and "inputs" not in known:
+            return chat_request(value)
+        asked = generate_request(value)
+    except ShapeError as error:
+        raise ShapeError(path, "data did not match any variant of untagged enum VertexInstance") from error
+    few = Parameters(
+        do_sample=True, max_new_tokens=asked.parameters.max_new_tokens, seed=asked.parameters.seed, details=True
+    )
+    return GenerateRequest(asked.inputs, few)

@@ -119,3 +119,26 @@ async def test_line_69_invocations_and_vertex(tmp_path: Path) -> None:
     assert (empty.status_code, empty.json()) == (422, both)
     incomplete = {"error": "Incomplete generation", "error_type": "Incomplete generation"}
     assert (failing.status_code, failing.json()) == (500, incomplete)
+
+
+@pytest.mark.parametrize("wrong", [{"inputs": 5}, {"messages": [{"role": 1}]}, {"prompt": "x"}, 7])
+async def test_line_69_a_vertex_instance_of_the_wrong_shape_is_told_as_any_body(tmp_path: Path, wrong: object) -> None:
+    async with router_bench(tmp_path) as bench:
+        refused = await bench.post("/vertex", {"instances": [{"inputs": "say[x]"}, wrong]})
+        assert bench.shard.requests == []
+    assert (refused.status_code, refused.text) == (
+        422,
+        "Failed to deserialize the JSON body into the target type: instances[1]: "
+        "data did not match any variant of untagged enum VertexInstance",
+    )
+
+
+async def test_more_vertex_instances_than_permits_are_refused_before_any_starts(tmp_path: Path) -> None:
+    async with router_bench(tmp_path, ["--max-concurrent-requests", "3"]) as bench:
+        few = await bench.post("/vertex", {"instances": [{"inputs": "say[x]"}] * 3})
+        many = await bench.post("/vertex", {"instances": [{"inputs": "say[x]"}] * 4})
+        assert len(bench.shard.requests) == 3
+        text = (await bench.client.get("/metrics")).text
+    assert few.json() == {"predictions": ["x"] * 3}
+    assert (many.status_code, many.json()["error"]) == (500, "Incomplete generation")
+    assert 'tgi_request_failure{err="overloaded"} 1' in text
