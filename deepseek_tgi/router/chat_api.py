@@ -154,8 +154,7 @@ class ChatApi:
         chat = chat_request(await self._state.body(exchange))
         request = await self.prompt(chat, toolbox(chat))
         tokens = await self._state.infer.validator.tokens(request.inputs, False)
-        listed = [{"id": t.id, "text": t.text, "start": t.start, "stop": t.stop} for t in tokens]
-        await exchange.respond_json(200, {"tokenize_response": listed, "templated_text": request.inputs})
+        await exchange.respond_json(200, {"tokenize_response": tokens, "templated_text": request.inputs})
 
     def _model(self, chat: ChatRequest) -> str:
         return self._state.config.model_id if chat.model in {None, SERVED_MODEL} else str(chat.model)

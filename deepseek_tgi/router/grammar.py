@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import orjson
+
 from deepseek_tgi.pb import generate_pb2 as pb
 from deepseek_tgi.router.errors import ValidationError
 from deepseek_tgi.router.requests import Grammar
@@ -28,7 +30,10 @@ def compile_grammar(wish: Grammar) -> tuple[str, pb.GrammarType]:
             raise ValidationError(f"grammar is not valid: {_first_lines(fault)}")
         return wish.value, pb.GRAMMAR_TYPE_REGEX
     schema = _schema(wish.value)
-    text = json.dumps(schema, ensure_ascii=False)
+    try:
+        text = json.dumps(schema, ensure_ascii=False)
+    except RecursionError:
+        raise ValidationError("grammar is not valid: the schema nests too deeply") from None
     fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text), None)
     if fault:
         raise ValidationError(f"cannot compile regex from schema: {_first_lines(fault)}")
@@ -38,8 +43,8 @@ def compile_grammar(wish: Grammar) -> tuple[str, pb.GrammarType]:
 def _schema(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
             raise ValidationError(f"grammar is not valid: {error}") from None
     if not isinstance(value, dict):
         raise ValidationError("grammar is not valid: a schema must be a JSON object")

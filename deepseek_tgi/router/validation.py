@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import orjson
+
 from deepseek_tgi.errors import RequestError
 from deepseek_tgi.pb import generate_pb2 as pb
 from deepseek_tgi.router.entry import Job
@@ -111,12 +113,18 @@ class Validator:
         except RequestError as error:
             raise ValidationError(f"tokenizer error {error}") from error
 
-    async def tokens(self, text: str, add_special_tokens: bool) -> list[Any]:
-        """Tokens of a text with their byte offsets. Raises `ValidationError` if the tokenizer refuses it."""
+    async def tokens(self, text: str, add_special_tokens: bool) -> orjson.Fragment:
+        """Tokens of a text with their byte offsets, as JSON. Raises `ValidationError` if the tokenizer refuses it."""
         try:
-            return await self.off_loop(self._tokenizer.encode_with_offsets, text, add_special_tokens)
+            return await self.off_loop(self._tokens, text, add_special_tokens)
         except RequestError as error:
             raise ValidationError(f"tokenizer error {error}") from error
+
+    def _tokens(self, text: str, add_special_tokens: bool) -> orjson.Fragment:
+        spans = self._tokenizer.encode_with_offsets(text, add_special_tokens)
+        return orjson.Fragment(
+            orjson.dumps([{"id": s.id, "text": s.text, "start": s.start, "stop": s.stop} for s in spans])
+        )
 
     def _check_lengths(self, input_length: int, piece: int) -> None:
         total, most = self.limits.max_total_tokens, self.limits.max_input_tokens
@@ -183,7 +191,7 @@ def check_best_of(best_of: int, limits: Limits) -> None:
 
 def check_streamable(parameters: Parameters) -> None:
     """What cannot be streamed. Raises `ValidationError`."""
-    if (parameters.best_of or 1) != 1:
+    if parameters.best_of not in {None, 1}:
         raise ValidationError("`best_of` != 1 is not supported when streaming tokens")
     if parameters.decoder_input_details:
         raise ValidationError("`decoder_input_details` == true is not supported when streaming tokens")

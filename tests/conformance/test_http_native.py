@@ -34,6 +34,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "grammar is not valid: Grammar must have a 'properties'",
     ),
     ({"grammar": {"type": "json", "value": "{"}}, "grammar is not valid: "),
+    ({"grammar": {"type": "json", "value": '{"properties":{"a":{"const":"\\ud800"}}}'}}, "grammar is not valid: "),
+    (
+        {"grammar": {"type": "json", "value": '{"properties":' + '{"a":' * 1000 + "1" + "}" * 1001}},
+        "grammar is not valid: the schema nests too deeply",
+    ),
     (
         {"grammar": {"type": "json", "value": {"properties": {"a": {"$ref": "#/nowhere"}}}}},
         "cannot compile regex from schema: ",
@@ -80,9 +85,11 @@ async def test_line_57_candidates_and_streams_have_rules_of_their_own(tmp_path: 
             await refusal(bench, "a", {"best_of": 3, "do_sample": True}) == "`best_of` must be > 0 and <= 2. Given: 3"
         )
         best = await bench.json_events("/generate_stream", {"inputs": "a", "parameters": {"best_of": 2}})
+        none = await bench.json_events("/generate_stream", {"inputs": "a", "parameters": {"best_of": 0}})
         details = {"inputs": "a", "parameters": {"decoder_input_details": True}}
         prompt = await bench.json_events("/generate_stream", details)
     assert best[0]["error"].endswith("`best_of` != 1 is not supported when streaming tokens")
+    assert none == best
     assert prompt[0]["error"].endswith("`decoder_input_details` == true is not supported when streaming tokens")
 
 
