@@ -9,7 +9,7 @@ from deepseek_tgi.errors import DeepseekTgiError, OverloadedError, RequestError
 from deepseek_tgi.router.chat_api import ChatApi
 from deepseek_tgi.router.completions_api import CompletionsApi
 from deepseek_tgi.router.errors import ShapeError
-from deepseek_tgi.router.fields import Fields, list_of
+from deepseek_tgi.router.fields import Fields, anything, list_of
 from deepseek_tgi.router.http import Exchange
 from deepseek_tgi.router.openai_requests import ChatRequest, chat_request, completion_request
 from deepseek_tgi.router.requests import GenerateRequest, Parameters, generate_request
@@ -71,12 +71,13 @@ class MoreApi:
         """POST /vertex: several texts or chats at once, answered in order."""
         fields = Fields(await self._state.body(exchange), "", "VertexRequest")
         self._state.metrics.count("tgi_request_count")
-        wishes = fields.required("instances", list_of(_instance))
-        if not wishes:
+        instances = fields.required("instances", list_of(anything))
+        if not instances:
             raise NoInstancesError
-        if len(wishes) > self._state.config.max_concurrent_requests:  # one of them could get no permit
+        if len(instances) > self._state.config.max_concurrent_requests:  # one of them could get no permit
             self._state.infer.note_failed(OverloadedError("Model is overloaded"))
             raise InstanceError
+        wishes = [_instance(value, f"instances[{i}]") for i, value in enumerate(instances)]
         tasks = [asyncio.create_task(self._predict(wish)) for wish in wishes]
         try:
             predictions = await asyncio.gather(*tasks)
