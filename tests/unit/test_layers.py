@@ -179,7 +179,7 @@ import json, sys, time
 start = time.process_time()
 import deepseek_tgi.cli
 seconds = time.process_time() - start
-heavy = {"torch", "transformers", "tokenizers", "grpc", "numpy", "huggingface_hub", "starlette", "uvicorn"}
+heavy = {"torch", "transformers", "tokenizers", "grpc", "numpy", "huggingface_hub", "httptools", "uvicorn"}
 print(json.dumps([seconds, sorted(heavy & sys.modules.keys())]))
 """
     runs = [json.loads(run_python(code)) for _ in range(3)]
