@@ -194,7 +194,7 @@ def read_settings(folder: Path) -> TokenizerSettings:
     listed = generation.get("eos_token_id")
     return TokenizerSettings(
         names=names,
-        tokenizer_class=config.get("tokenizer_class"),
+        tokenizer_class=_content(config.get("tokenizer_class")),
         add_bos_token=_flag(config.get("add_bos_token")),
         add_eos_token=_flag(config.get("add_eos_token")),
         added_tokens=_added_tokens(config.get("added_tokens_decoder")),
@@ -282,7 +282,7 @@ def _flag(value: object) -> bool | None:
 
 def _ids(value: object) -> tuple[int, ...]:
     items = value if isinstance(value, list) else [value]
-    return tuple(i for i in items if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
+    return tuple(i for i in items if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31)
 
 
 def _added_tokens(value: object) -> tuple[tuple[int, str, bool], ...]:
@@ -291,6 +291,6 @@ def _added_tokens(value: object) -> tuple[tuple[int, str, bool], ...]:
     found = []
     for key, entry in value.items():
         content = _content(entry)
-        if content is not None and key.isdecimal():
+        if content is not None and key.isdecimal() and len(key) < 10:
             found.append((int(key), content, bool(isinstance(entry, dict) and entry.get("special"))))
     return tuple(found)

@@ -126,6 +126,17 @@ def test_tokens_known_only_to_the_config_are_added(tmp_path: Path) -> None:
     assert ours.vocab_size == size + 1
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [{"added_tokens_decoder": {"9" * 5000: {"content": "x"}}}, {"tokenizer_class": ["LlamaTokenizer"]}],
+    ids=["an id of 5000 digits", "a list as class"],
+)
+def test_odd_values_in_the_config_say_nothing(tmp_path: Path, odd: dict[str, object]) -> None:
+    plain = TextTokenizer.from_folder(tokenizer_kinds.byte_level(tmp_path))
+    ours = TextTokenizer.from_folder(tokenizer_kinds.byte_level(tmp_path, **odd))
+    assert (ours.vocab_size, ours.encode("Hello")) == (plain.vocab_size, plain.encode("Hello"))
+
+
 def test_ids_beyond_the_vocabulary_read_as_nothing(tmp_path: Path) -> None:
     ours = TextTokenizer.from_folder(tokenizer_kinds.byte_level(tmp_path))
     assert ours.token_text(ours.vocab_size + 5) == ""
