@@ -31,11 +31,6 @@ class Batch:
         """Tokens that the next step really feeds."""
         return sum(s.next_tokens for s in self.sequences)
 
-    @property
-    def numbered_here(self) -> bool:
-        """True if the router sent no blocks and the engine chose them."""
-        return any(not s.request.blocks for s in self.sequences)
-
     def cached(self) -> CachedBatch:
         """How the router is told of it."""
         ids = tuple(s.request.id for s in self.sequences)
