@@ -124,6 +124,18 @@ def test_a_cut_prompt_goes_on_beside_newcomers_within_the_budget(driver: Driver)
         expect_greedy(driver, request)
 
 
+def test_several_cut_prompts_share_the_budget_newest_first(driver: Driver) -> None:
+    requests = [driver.request(LONG, 2, chunk_len=4) for _ in range(3)]
+    batch = driver.prefill(0, *requests).batch
+    assert batch is not None
+    assert batch.current_tokens == 64
+    driver.decode(0)
+    assert driver.adapter.steps[-1].counts == [1, 1, 62]
+    driver.finish(batch)
+    for request in requests:
+        expect_greedy(driver, request)
+
+
 def test_a_prompt_without_a_chunk_length_is_computed_to_its_end(tmp_path: Path) -> None:
     driver = Driver(ScriptedAdapter.in_folder(tmp_path), max_prefill=50)
     result = driver.prefill(0, driver.request("a" * 64, 1), driver.request("b" * 64, 1))
