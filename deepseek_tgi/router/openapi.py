@@ -1,7 +1,8 @@
-"""The OpenAPI document of this door, written by hand, and a page that shows it without any other host."""
+"""The OpenAPI document of this door, written by hand."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from deepseek_tgi import __version__
@@ -55,6 +56,13 @@ GRAMMAR: Schema = {
         _object("type value", type={"enum": ["json", "json_object"]}, value={}),
         _object("type value", type={"const": "regex"}, value=TEXT),
         _object("type value", type={"const": "json_schema"}, value=_object("schema", name=TEXT, schema={})),
+    ]
+}
+RESPONSE_FORMAT: Schema = {
+    "anyOf": [
+        _ref("GrammarType"),
+        _object("type", type={"const": "text"}),
+        _object("type json_schema", type={"const": "json_schema"}, json_schema=_object("schema", name=TEXT, schema={})),
     ]
 }
 CONTENT: Schema = {
@@ -145,7 +153,7 @@ SCHEMAS: dict[str, Schema] = {
             tools=_list(_object("type function", type=TEXT, function=FUNCTION)),
             tool_choice={"oneOf": [TEXT, _object("type function", type=TEXT, function=_object("name", name=TEXT))]},
             tool_prompt=TEXT,
-            response_format=_ref("GrammarType"),
+            response_format=RESPONSE_FORMAT,
         ),
     ),
     "ChatCompletion": _object(
@@ -220,24 +228,39 @@ ROUTES: tuple[tuple[str, str, str, str | None, str | None, bool], ...] = (
     ("/invocations", "post", "SageMaker: body of `/`, chat or completions", "CompatGenerateRequest", None, True),
     ("/vertex", "post", "Vertex AI", "VertexRequest", "VertexResponse", False),
     ("/info", "get", "What is served, and its limits", None, "Info", False),
+    ("/", "get", "Same as /health", None, None, False),
     ("/health", "get", "Is the shard alive", None, None, False),
     ("/ping", "get", "Same as /health", None, None, False),
     ("/ready", "get", "Should traffic come here", None, None, False),
     ("/metrics", "get", "Prometheus metrics", None, None, False),
 )
-REFUSALS = {
-    "422": "A rule of the API is broken, or the body has the wrong shape (plain text)",
-    "424": "The shard failed",
-    "429": "All permits are taken",
-    "500": "The generation was left incomplete",
+PROBES = frozenset({"/health", "/ping", "/ready"})
+PROBLEM = {"application/json": {"schema": _ref("ErrorResponse")}}
+PLAIN = {"text/plain": {"schema": TEXT}}
+REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
+    "400": ("The body is not JSON", PLAIN),
+    "413": ("The body is too long", PLAIN),
+    "415": ("The content type is not JSON", PLAIN),
+    "422": ("A rule of the API is broken, or the body has the wrong shape (plain text)", PROBLEM | PLAIN),
+    "424": ("The shard failed", PROBLEM),
+    "429": ("All permits are taken", PROBLEM),
+    "500": ("The generation was left incomplete", PROBLEM),
+    "503": ("The server is shutting down", PROBLEM),
 }
 
 
-def openapi_document(api_key: bool) -> dict[str, Any]:
-    """The document; with `api_key` it names the bearer scheme."""
+def openapi_document(open_paths: Collection[str] | None = None) -> dict[str, Any]:
+    """The document; `open_paths` are those that need no key where others do, None if there is no key."""
     paths: dict[str, dict[str, Any]] = {}
     for path, method, summary, body, answer, streams in ROUTES:
-        paths.setdefault(path, {})[method] = _operation(summary, body, answer, streams)
+        operation = _operation(summary, body, answer, streams)
+        if path in PROBES or (path, method) == ("/", "get"):
+            operation["responses"]["503"] = {"description": "Not now", "content": PROBLEM}
+        if open_paths is not None and (method == "get" or path in open_paths):
+            operation["security"] = []
+        elif open_paths is not None:
+            operation["responses"]["401"] = {"description": "The key is missing or wrong"}
+        paths.setdefault(path, {})[method] = operation
     components: dict[str, Any] = {"schemas": SCHEMAS}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -245,7 +268,7 @@ def openapi_document(api_key: bool) -> dict[str, Any]:
         "paths": paths,
         "components": components,
     }
-    if api_key:
+    if open_paths is not None:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"bearer": []}]
     return document
@@ -260,32 +283,6 @@ def _operation(summary: str, body: str | None, answer: str | None, streams: bool
     if body is None:
         return operation
     operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(body)}}}
-    problem = {"application/json": {"schema": _ref("ErrorResponse")}}
-    for status, text in REFUSALS.items():
-        responses[status] = {"description": text, "content": problem}
+    for status, (text, kinds) in REFUSALS.items():
+        responses[status] = {"description": text, "content": kinds}
     return operation
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>API</title>
-<style>
-body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
-summary{cursor:pointer;padding:.3rem 0}b{display:inline-block;width:3.5rem}
-code,pre{font-family:ui-monospace,monospace;background:#8881}pre{overflow:auto;padding:.6rem}
-</style></head><body><h1 id="title"></h1><div id="paths"></div><h2>Schemas</h2><div id="schemas"></div>
-<script>
-const add=(parent,tag,text)=>{const e=document.createElement(tag);if(text)e.textContent=text;
-  return parent.appendChild(e)};
-const fold=(parent,title,method)=>{const d=add(parent,"details"),s=add(d,"summary");
-  if(method)add(s,"b",method.toUpperCase());add(s,"code",title);return [d,s]};
-fetch("api-doc/openapi.json").then(r=>r.json()).then(doc=>{
-  document.getElementById("title").textContent=doc.info.title+" "+doc.info.version;
-  for(const [path,methods] of Object.entries(doc.paths))for(const [method,op] of Object.entries(methods)){
-    const [d,s]=fold(document.getElementById("paths"),path,method);add(s,"span"," "+op.summary);
-    add(d,"pre",JSON.stringify({requestBody:op.requestBody,responses:op.responses},null,2))}
-  for(const [name,schema] of Object.entries(doc.components.schemas)){
-    const [d]=fold(document.getElementById("schemas"),name);add(d,"pre",JSON.stringify(schema,null,2))}
-});
-</script></body></html>
-"""
-"""Shows the document with a few lines of script and nothing from elsewhere."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from deepseek_tgi import __version__
+from deepseek_tgi.router.app import OPEN_PATHS
+from deepseek_tgi.router.docs_page import PAGE
 from deepseek_tgi.router.errors import UnhealthyError
 from deepseek_tgi.router.http import Exchange
 from deepseek_tgi.router.metrics import CONTENT_TYPE
-from deepseek_tgi.router.openapi import PAGE, openapi_document
+from deepseek_tgi.router.openapi import openapi_document
 from deepseek_tgi.router.state import RouterState
 
 
@@ -63,7 +65,7 @@ class ServiceApi:
 
     async def openapi(self, exchange: Exchange) -> None:
         """GET /api-doc/openapi.json."""
-        await exchange.respond_json(200, openapi_document(self._state.config.api_key is not None))
+        await exchange.respond_json(200, openapi_document(OPEN_PATHS if self._state.config.api_key else None))
 
     async def docs(self, exchange: Exchange) -> None:
         """GET /docs: a page that shows the document."""
