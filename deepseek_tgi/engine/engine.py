@@ -84,8 +84,11 @@ class Engine:
         # The same plan on declared figures first: what cannot fit must not be tried.
         budget = cache_budget(self._memory.available_bytes(), workspace, self._config)
         plan_cache(layout, limits, default_total, budget, self._config)
+        before = self._memory.resident_bytes()
         workspace = max(workspace, self._measure(worst_case(requests, positions), max_prefill_tokens))
-        budget = cache_budget(self._memory.available_bytes(), workspace, self._config)
+        # What the step keeps (scratch buffers) is workspace; it is no longer free and must not count twice.
+        kept = min(workspace, max(0, self._memory.resident_bytes() - before))
+        budget = cache_budget(self._memory.available_bytes() + kept, workspace, self._config)
         plan = plan_cache(layout, limits, default_total, budget, self._config)
         self._runner = self._make_runner(plan.num_blocks, max_prefill_tokens)
         log.info(

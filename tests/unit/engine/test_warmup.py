@@ -118,6 +118,21 @@ def test_a_measured_peak_above_the_declared_one_counts(adapter: ScriptedAdapter)
         small.warmup([warmup_request(PREFILL)], None, PREFILL, 128)
 
 
+def test_what_a_step_keeps_of_its_workspace_counts_once(adapter: ScriptedAdapter) -> None:
+    page = adapter.kv_layout.bytes_per_block
+    workspace = base(adapter)
+
+    class Keeping(PlenteousMemory):
+        def available_bytes(self) -> int:
+            return self.available - self.resident_bytes()
+
+        def resident_bytes(self) -> int:
+            return workspace // 2 if adapter.steps else 0
+
+    engine = Engine(adapter, EngineConfig(kv_memory_bytes=100 * page), memory=Keeping(workspace + 100 * page))
+    assert engine.warmup([warmup_request(PREFILL)], None, PREFILL, 512).max_supported_total_tokens == 100 * 16
+
+
 def test_warming_up_again_starts_afresh(adapter: ScriptedAdapter) -> None:
     engine = engine_with(adapter, 1 << 30)
     first = engine.warmup([warmup_request(PREFILL)], None, PREFILL, None)
