@@ -54,11 +54,13 @@ class StopSignals:
         self.received: list[int] = []
 
     def install(self) -> None:
-        """Replace the default handlers."""
+        """Replace the default handlers, and make sure that the ends of children are told."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to outlive the terminal
             signal.signal(signal.SIGHUP, self._note)
+        # A parent that ignores it hands that on, and the kernel then forgets how our children ended.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)

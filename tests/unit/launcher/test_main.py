@@ -207,6 +207,17 @@ def test_a_failed_download_ends_it_before_any_shard(launch: Launch) -> None:
     assert "Starting shard" not in launcher.words()
 
 
+def test_a_parent_that_ignores_its_children_changes_nothing(launch: Launch) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # inherited by the launcher
+    try:
+        launcher = launch()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    launcher.wait_for("router starts with")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.process.wait(20) == 0
+
+
 def test_a_signal_while_shards_load_stops_them(launch: Launch) -> None:
     launcher = launch(STUB_LOAD_S="60")
     launcher.child("stub_shard.py serve")
