@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,15 @@ def test_batch_zero_survives_the_liveness_request_and_strangers_clears(driver: D
         driver.finish(batch)
         expect_greedy(driver, request)
         driver.free += request.blocks
+
+
+def test_the_liveness_request_ends_in_its_step_whatever_it_asks(driver: Driver) -> None:
+    blocks, slots = (0,), tuple(range(16))
+    alive = driver.request("liveness", 8, id=HEALTH_REQUEST_ID, truncate=1, blocks=[0], add_special_tokens=False)
+    result = driver.prefill(HEALTH_REQUEST_ID, replace(alive, blocks=blocks, slots=slots))
+    assert result.batch is None
+    assert [len(g.tokens.ids) for g in result.generations] == [1]
+    assert driver.results[HEALTH_REQUEST_ID].done
 
 
 def test_clear_drops_one_batch_or_all(driver: Driver) -> None:
