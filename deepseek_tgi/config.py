@@ -28,6 +28,7 @@ from deepseek_tgi.options import (
     refuse_unknown_environment,
     resolve,
     text,
+    token_count,
 )
 
 DEFAULT_BACKEND = "deepseek-quant"
@@ -107,17 +108,17 @@ class LauncherConfig:
     max_best_of: int = _flag(integer(1), "limit on best_of", "MAX_BEST_OF", LIMITS, default=2)
     max_stop_sequences: int = _flag(integer(0), "limit on stop sequences", "MAX_STOP_SEQUENCES", LIMITS, default=4)
     max_top_n_tokens: int = _flag(integer(0), "limit on top_n_tokens", "MAX_TOP_N_TOKENS", LIMITS, default=5)
-    max_input_tokens: int | None = _flag(integer(1), "prompt tokens of a request", "MAX_INPUT_TOKENS", LIMITS)
-    max_input_length: int | None = _flag(integer(1), "old name of --max-input-tokens", "MAX_INPUT_LENGTH", LIMITS)
-    max_total_tokens: int | None = _flag(integer(1), "prompt and new tokens of a request", "MAX_TOTAL_TOKENS", LIMITS)
+    max_input_tokens: int | None = _flag(token_count, "prompt tokens of a request", "MAX_INPUT_TOKENS", LIMITS)
+    max_input_length: int | None = _flag(token_count, "old name of --max-input-tokens", "MAX_INPUT_LENGTH", LIMITS)
+    max_total_tokens: int | None = _flag(token_count, "prompt and new tokens of a request", "MAX_TOTAL_TOKENS", LIMITS)
     waiting_served_ratio: float = _flag(
         number(), "waiting to running ratio that forces a prefill", "WAITING_SERVED_RATIO", LIMITS, default=0.3
     )
     max_batch_prefill_tokens: int | None = _flag(
-        integer(1), "tokens of a prefill step", "MAX_BATCH_PREFILL_TOKENS", LIMITS
+        token_count, "tokens of a prefill step", "MAX_BATCH_PREFILL_TOKENS", LIMITS
     )
     max_batch_total_tokens: int | None = _flag(
-        integer(1), "tokens in a batch; a shard that measures wins", "MAX_BATCH_TOTAL_TOKENS", LIMITS
+        token_count, "tokens in a batch; a shard that measures wins", "MAX_BATCH_TOTAL_TOKENS", LIMITS
     )
     max_waiting_tokens: int = _flag(
         integer(0), "decode steps before waiting requests join", "MAX_WAITING_TOKENS", LIMITS, default=20
@@ -223,14 +224,14 @@ class ShardConfig:
     revision: str | None = option(text, "hub revision")
     otlp_endpoint: str | None = option(text, "OTLP collector", env=("OTLP_ENDPOINT",))
     otlp_service_name: str = option(text, "service name of spans", default=DEFAULT_SERVICE_NAME)
-    max_input_tokens: int | None = option(integer(1), "prompt tokens of a request")
+    max_input_tokens: int | None = option(token_count, "prompt tokens of a request")
 
     rank: int = _env(integer(0, 1023), "rank", "RANK", default=0)
     world_size: int = _env(integer(1, 1024), "number of ranks", "WORLD_SIZE", default=1)
     weights_cache_override: str | None = _env(
         text, "folder to load the model from, whatever its id", "WEIGHTS_CACHE_OVERRIDE"
     )
-    max_total_tokens: int | None = _env(integer(1), "prompt and new tokens of a request", "MAX_TOTAL_TOKENS")
+    max_total_tokens: int | None = _env(token_count, "prompt and new tokens of a request", "MAX_TOTAL_TOKENS")
     max_batch_size: int | None = _env(integer(1), "requests in a batch", "MAX_BATCH_SIZE")
     rope_scaling: str | None = _env(choice("linear", "dynamic"), "rope scaling override", "ROPE_SCALING")
     rope_factor: float | None = _env(number(1e-6), "rope factor override", "ROPE_FACTOR")

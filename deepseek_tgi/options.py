@@ -74,11 +74,15 @@ def integer(minimum: int = 0, maximum: int = 2**63 - 1) -> Parse:
 
     def parse(value: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,20}", value) or not minimum <= int(value) <= maximum:
-            upper = f" and at most {maximum}" if maximum < 2**31 else ""
-            raise ValueError(f"a whole number of at least {minimum}{upper}")
+            raise ValueError(f"a whole number of at least {minimum} and at most {maximum}")
         return int(value)
 
     return parse
+
+
+def token_count(value: str) -> int:
+    """A number of tokens, at least 1; the wire carries 32 bits."""
+    return int(integer(1, 2**32 - 1)(value))
 
 
 def multiple_of(step: int, maximum: int) -> Parse:
@@ -156,7 +160,10 @@ def byte_size(value: str) -> int:
         raise ValueError("auto, or a size such as 4GiB, 512MiB or 4294967296")
     amount, unit, binary = match.groups()
     decimal = unit and not binary and value.rstrip()[-1] in "bB"
-    return int(float(amount) * (1000 if decimal else 1024) ** " kmgt".index(unit.lower() or " "))
+    size = int(float(amount) * (1000 if decimal else 1024) ** " kmgt".index(unit.lower() or " "))
+    if not size and float(amount):
+        raise ValueError("at least 1 byte, or auto to measure")
+    return size
 
 
 def listen_address(value: str) -> str:

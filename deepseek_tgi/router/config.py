@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepseek_tgi.config import DEFAULT_SERVICE_NAME, read
-from deepseek_tgi.options import Program, boolean, choice, integer, listen_address, number, option, text
+from deepseek_tgi.options import Program, boolean, choice, integer, listen_address, number, option, text, token_count
 
 PROGRAM = Program(
     "text-generation-router",
@@ -32,16 +32,16 @@ class RouterConfig:
     max_best_of: int = _flag(integer(1), "limit on best_of", "MAX_BEST_OF", default=2)
     max_stop_sequences: int = _flag(integer(0), "limit on stop sequences", "MAX_STOP_SEQUENCES", default=4)
     max_top_n_tokens: int = _flag(integer(0), "limit on top_n_tokens", "MAX_TOP_N_TOKENS", default=5)
-    max_input_tokens: int | None = _flag(integer(1), "prompt tokens of a request", "MAX_INPUT_TOKENS")
-    max_total_tokens: int | None = _flag(integer(1), "prompt and new tokens of a request", "MAX_TOTAL_TOKENS")
+    max_input_tokens: int | None = _flag(token_count, "prompt tokens of a request", "MAX_INPUT_TOKENS")
+    max_total_tokens: int | None = _flag(token_count, "prompt and new tokens of a request", "MAX_TOTAL_TOKENS")
     waiting_served_ratio: float = _flag(
         number(), "waiting to running ratio that admits", "WAITING_SERVED_RATIO", default=1.2
     )
     max_batch_prefill_tokens: int = _flag(
-        integer(1), "tokens of a prefill step", "MAX_BATCH_PREFILL_TOKENS", default=4096
+        token_count, "tokens of a prefill step", "MAX_BATCH_PREFILL_TOKENS", default=4096
     )
     max_batch_total_tokens: int | None = _flag(
-        integer(1), "tokens in a batch; a shard that measures wins", "MAX_BATCH_TOTAL_TOKENS"
+        token_count, "tokens in a batch; a shard that measures wins", "MAX_BATCH_TOTAL_TOKENS"
     )
     max_waiting_tokens: int = _flag(
         integer(0), "decode steps before waiting requests join", "MAX_WAITING_TOKENS", default=20

@@ -105,6 +105,9 @@ def test_repeated_origins_are_all_kept() -> None:
     ("argv", "message"),
     [
         (["--port", "70000"], r"flag --port: got '70000', expected a whole number of at least 0 and at most 65535"),
+        (["--max-total-tokens", "5000000000"], r"got '5000000000', expected .* at most 4294967295"),
+        (["--max-batch-size", "9" * 19], r"at most 9223372036854775807"),
+        (["--kv-memory", "0.5"], r"at least 1 byte"),
         (["--port", "3e3"], r"got '3e3'"),
         (["--sharded", "maybe"], r"flag --sharded: got 'maybe', expected true or false"),
         (["--quantize", "int3"], r"got 'int3', expected one of awq, compressed-tensors, "),
