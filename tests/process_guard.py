@@ -1,4 +1,4 @@
-"""Fails a test that leaves a process behind, its own child or an orphan further down.
+"""Fails a test that leaves a process behind, its own child or an orphan further down, or closes a standard stream.
 
 Choice: every process started from here inherits `PYTEST_GUARD_TAG` in its environment, and /proc is searched for it.
 Prevents: a killed launcher's shard living on unseen, since orphans are no longer our children. Processes started while
@@ -28,6 +28,9 @@ INTERPRETER_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserv
 """Children that the standard library starts once and keeps until the interpreter ends."""
 
 
+STANDARD = ("stdin", "stdout", "stderr")
+
+
 class ProcessGuard:
     """Plugin object: remembers what ran before each test body and looks again after its teardown."""
 
@@ -51,6 +54,12 @@ class ProcessGuard:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
         yield
+        lost = [name for descriptor, name in enumerate(STANDARD) if not _open(descriptor)]
+        if lost:
+            for descriptor in sorted(STANDARD.index(name) for name in lost):
+                os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+                os.set_inheritable(descriptor, True)
+            pytest.fail(f"{item.nodeid} closed {', '.join(lost)}, which every later child inherits", pytrace=False)
         if not self._spawned:
             return
         left = wait_until_gone(self._before)
@@ -65,6 +74,14 @@ class ProcessGuard:
             end(left)
             sys.stderr.write(f"\nthe run left processes: {_listed(left)}\n")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def running() -> dict[int, int]:

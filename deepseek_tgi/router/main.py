@@ -22,6 +22,7 @@ from deepseek_tgi.router.model_files import load_model_files
 from deepseek_tgi.router.spans import Spans
 from deepseek_tgi.router.startup import introduce
 from deepseek_tgi.telemetry import log
+from deepseek_tgi.telemetry.streams import open_standard_streams
 from deepseek_tgi.telemetry.tracing import set_up
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ CLOSE_SECONDS = 2.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the router; the exit code. 0 after SIGTERM or SIGINT, else that of the error."""
+    open_standard_streams()  # libuv aborts the process if one of its own gets such a number
     try:
         config = from_sources(sys.argv[1:] if argv is None else argv, os.environ)
         log.configure("tracing" if config.json_output else "plain", config.log_level, os.environ)

@@ -14,6 +14,7 @@ from deepseek_tgi.config import DownloadConfig, ShardConfig, read
 from deepseek_tgi.errors import ConfigError, DeepseekTgiError
 from deepseek_tgi.options import Program
 from deepseek_tgi.telemetry import log
+from deepseek_tgi.telemetry.streams import open_standard_streams
 
 if TYPE_CHECKING:
     from deepseek_tgi.server.serve import Load
@@ -32,7 +33,7 @@ def main(argv: Sequence[str], load: Load | None = None) -> int:
 
     `load` makes the engine of `serve`; None loads the model by its backend.
     """
-    _open_standard_streams()
+    open_standard_streams()
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch works without it, and so do we
     try:
         return _run(argv, load)
@@ -41,15 +42,6 @@ def main(argv: Sequence[str], load: Load | None = None) -> int:
             logger.error("%s", error)
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code
-
-
-def _open_standard_streams() -> None:
-    """Point closed ones at /dev/null: else a socket of ours would get the number, and log lines or stdin with it."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
 
 
 def _run(argv: Sequence[str], load: Load | None) -> int:

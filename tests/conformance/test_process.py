@@ -29,11 +29,14 @@ SERVER = [sys.executable, "-m", "deepseek_tgi.server"]
 class Shard:
     """One stub shard, started as the launcher starts it."""
 
-    def __init__(self, stem: Path, extra: list[str], stdin: int | None, environ: dict[str, str]) -> None:
+    def __init__(
+        self, stem: Path, extra: list[str], stdin: int | None, environ: dict[str, str], closed: bool = False
+    ) -> None:
         self.path = Path(f"{stem}-{environ.get('RANK', '0')}")
         argv = ["serve", "some/model", "--uds-path", str(stem), "--json-output", *extra, "--otlp-service-name", "name"]
         self.process = subprocess.Popen(
-            [sys.executable, STUB, *argv],
+            # A shell closes the child's descriptor 0: were it closed here, the next file would take its number.
+            [*(["sh", "-c", 'exec "$@" <&-', "sh"] if closed else []), sys.executable, STUB, *argv],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -78,8 +81,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts shards; whatever still runs at the end is killed."""
     started: list[Shard] = []
 
-    def make(*extra: str, stdin: int | None = subprocess.PIPE, stem: Path | None = None, **environ: str) -> Shard:
-        started.append(Shard(stem or tmp_path / "shard", list(extra), stdin, environ))
+    def make(
+        *extra: str,
+        stdin: int | None = subprocess.PIPE,
+        stem: Path | None = None,
+        closed: bool = False,
+        **environ: str,
+    ) -> Shard:
+        started.append(Shard(stem or tmp_path / "shard", list(extra), stdin, environ, closed))
         return started[-1]
 
     yield make
@@ -288,7 +297,7 @@ def test_line_8_a_stdin_that_was_never_open_is_no_reason_to_leave(kind: str, sta
     if kind != "terminal":
         os.close(write_end)
     if kind == "closed":
-        shard = start_without_stdin(start)
+        shard = start(stdin=None, closed=True)
     else:
         shard = start(stdin=subprocess.DEVNULL if kind == "null" else read_end)
     shard.wait_ready()
@@ -297,17 +306,6 @@ def test_line_8_a_stdin_that_was_never_open_is_no_reason_to_leave(kind: str, sta
     os.close(read_end)
     if kind == "terminal":
         os.close(write_end)
-
-
-def start_without_stdin(start: Start) -> Shard:
-    """With descriptor 0 closed, as `serve <&-` leaves it: the child inherits our own closed one."""
-    saved = os.dup(0)
-    os.close(0)
-    try:
-        return start(stdin=None)
-    finally:
-        os.dup2(saved, 0)
-        os.close(saved)
 
 
 # Line 9

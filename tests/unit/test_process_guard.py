@@ -16,6 +16,7 @@ def pytest_configure(config):
 """
 
 BODY = """
+import os
 import subprocess
 import pytest
 
@@ -32,15 +33,19 @@ def test_tidy():
 def test_uses_a_server(server):
     assert server.poll() is None
 
+def test_closes_stdin():
+    os.close(0)
+
 def test_leaves_an_orphan():
     subprocess.run("sleep 60 >/dev/null 2>&1 &", shell=True)
 """
 
 
-def test_guard_names_the_test_that_left_an_orphan(pytester: pytest.Pytester) -> None:
+def test_guard_names_the_tests_that_left_something_wrong(pytester: pytest.Pytester) -> None:
     folder = str(__file__).rsplit("/unit/", 1)[0]
     pytester.makeconftest(CONFTEST.format(folder=folder))
     pytester.makepyfile(BODY)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=3, errors=1)
+    result.assert_outcomes(passed=4, errors=2)
+    result.stdout.fnmatch_lines(["*test_closes_stdin closed stdin, which every later child inherits"])
     result.stdout.fnmatch_lines(["*test_leaves_an_orphan left running: * sleep 60*"])

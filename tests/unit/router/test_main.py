@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from fake_script import Traits
 from fake_shard import FakeShard
 from tiny_tokenizer import write_tokenizer
 
+from deepseek_tgi.errors import NotReadyError
 from deepseek_tgi.pb import generate_pb2 as pb
 from deepseek_tgi.router.main import main
 
@@ -220,3 +222,14 @@ async def test_a_signal_during_the_warm_up_stops_quietly(
         code, error = await found.end()
         found.shard.hold_warmup.set()
     assert (code, error) == (0, "")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_do_not_abort_it(tmp_path: Path, model: Path, free_port: int, closed: str) -> None:
+    argv = ["--tokenizer-name", str(model), "--master-shard-uds-path", str(tmp_path / "nobody-0")]
+    argv += ["--hostname", "127.0.0.1", "--port", str(free_port)]
+    script = f'exec "$@" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", sys.executable, "-m", "deepseek_tgi.router", *argv], check=False, timeout=60
+    )
+    assert done.returncode == NotReadyError.exit_code
