@@ -6,7 +6,7 @@
 Batch-1 decode and prefill are measured inside one process a side, through our engine and through llama.cpp's C API.
 Sixteen streams are measured through HTTP: our launcher and router against `llama_cpp.server`, which holds a lock and
 serves one stream at a time. llama.cpp's own batched decoding of the sixteen, with no server at all, is shown beside it
-as the best a parallel llama.cpp server could do. Nothing is timed unless both sides answer sensibly, or on a busy machine.
+as the best a parallel llama.cpp server could do. Nothing is timed if a side answers nonsense or the machine is busy.
 """
 
 from __future__ import annotations
