@@ -44,6 +44,10 @@ def rendered(source: str, messages: list[dict[str, Any]] | None = None, **how: A
         ("{% if tools is none or not tools %}plain{% endif %}", "plain"),
         ("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('a') }}", "<a>"),
         ("{{ 'é' * 3 }}{{ 7 % 4 }}{{ '%s!' % 'a' }}", "ééé3a!"),
+        ("{{ messages|map(attribute='content')|join('-') }}{{ [1, 'b']|join(', ') }}{{ messages|join('', 'role') }}",
+         "hello1, buser"),
+        ("{% set a, b = 1, (2, [3]) %}{{ a in [1] }}{{ b }}{{ '%s%s' % (a, a) }}{{ ','.join(['x', 'y']) }}",
+         "True(2, [3])11x,y"),
     ],
 )  # fmt: skip
 def test_rendering(source: str, expected: str) -> None:
@@ -144,6 +148,21 @@ def test_templates_cannot_reach_python(source: str) -> None:
         "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s = ns.s.join([ns.s, ns.s]) %}{% endfor %}",
         "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
         "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+        "{{ [1]|slice(100000000)|list|length }}",
+        "{{ [1]|batch(100000000, 0)|list|length }}",
+        "{{ range(99999)|join('x'*30000) }}",
+        "{{ ('x'*16000000).join('y'*100) }}",
+        "{{ ''.join(range(99999)|map('string')|map('center', 10000)) }}",
+        "{{ range(99999)|map('center', 100000)|list|length }}",
+        "{% set n = namespace(l=[]) %}{% for i in range(400) %}{% set n.l = n.l + ['x' * 8000000 ~ ''] %}{% endfor %}",
+        "{{ ('a'*16000000).translate({97: 'b'*1000})|length }}",
+        "{{ (1).to_bytes(3000000000, 'big')|length }}",
+        "{{ 'a'.encode().ljust(1000000000)|length }}",
+        "{{ ('x'*1000000).splitlines() * 16000000 }}",
+        "{{ ('\\t'*8000000).expandtabs(15000000)|length }}",
+        "{% set ns = namespace(l=['x']) %}{% for i in range(40) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
+        "{% set ns = namespace(l=('x',)) %}{% for i in range(40) %}{% set ns.l = (ns.l, ns.l) %}{% endfor %}{{ ns.l }}",
+        "{% set n = namespace(d={}) %}{% for i in range(40) %}{% set n.d = {1: n.d, 2: n.d} %}{% endfor %}{{ n.d }}",
     ],
 )
 def test_templates_cannot_run_or_grow_for_ever(source: str) -> None:
