@@ -20,7 +20,7 @@ class Collector(trace_grpc.TraceServiceServicer):
         self._arrived = threading.Condition()
         self._spans: list[Any] = []
         self._server = grpc.server(futures.ThreadPoolExecutor(2))
-        trace_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        trace_grpc.add_TraceServiceServicer_to_server(self, self._server)
         self.url = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
     @classmethod
