@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from oracles import kernels as oracle
 
 from deepseek_tgi.errors import ConfigError, GenerationError
 from deepseek_tgi.kernels.common import ComputeDtype
+from deepseek_tgi.kernels.compiler import BuildError, find_compiler
 from deepseek_tgi.kernels.select import KernelSet
 
 # Either side of the 32-wide tile, K even and odd; rows either side of the 6-row register tile.
@@ -107,3 +110,44 @@ def test_operands_that_do_not_fit_are_refused(kernels: KernelSet) -> None:
         kernels.dense_linear(torch.randn(2, 63), packed)
     with pytest.raises(ConfigError, match="dense weight"):
         kernels.pack_dense(torch.ones(32, 64, dtype=torch.int32))
+
+
+PACK_AND_MEASURE = """
+import torch
+from deepseek_tgi.kernels.common import ComputeDtype
+from deepseek_tgi.kernels.compiler import BuildError, find_compiler
+from deepseek_tgi.kernels.select import select_kernels
+
+def peak_bytes():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
+
+kernels = select_kernels("cpu", ComputeDtype.BFLOAT16, "native", 1)
+codes = torch.randint(-127, 128, (32768, 16, 32), dtype=torch.int8)
+codes[..., 0] = 127
+weight = (codes * torch.rand(32768, 16, 1).half()).half().view(32768, 512)
+if {on_grid}:
+    expected = weight.numel()
+else:
+    weight[-1].normal_()  # the very last row does not lie on the grid
+    expected = weight.nbytes
+kernels.pack_dense(weight[:1024].clone())
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
+before = peak_bytes()
+packed = kernels.pack_dense(weight)
+assert expected <= packed.nbytes < 1.2 * expected, (packed.nbytes, expected)
+print((peak_bytes() - before) / weight.nbytes)
+"""
+
+
+@pytest.mark.parametrize("on_grid", [True, False], ids=["int8 grid", "off the grid"])
+def test_packing_a_large_head_takes_little_beside_the_weight(on_grid: bool) -> None:
+    try:
+        find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    script = PACK_AND_MEASURE.format(on_grid=on_grid)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    # The packed form (half the bytes of float16, or all of them), and the codes that were tried; the rest is chunks.
+    assert float(done.stdout) < (1.3 if on_grid else 1.8)

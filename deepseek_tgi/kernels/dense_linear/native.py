@@ -28,8 +28,8 @@ _F32 = torch.float32
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GRID = 32
 _GRID_MIN_WEIGHTS = 1 << 20
-_GRID_PROBE_ROWS = 256
 _GRID_FITS = 3
+_WEIGHTS_AT_ONCE = 1 << 16
 _BF16_STEP = 2.0**-8
 
 
@@ -79,19 +79,32 @@ def on_grid(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """`(codes [N, K] int8, scales [N, K / 32] float16)` if every weight lies within a bfloat16 step of `code * scale`.
 
     The largest weight of 32 is taken for code 127, as Q8_0 has it. Weights that were rounded to 16 bits since then put
-    that first scale off by as much, so codes and scale are fitted to each other in turn.
+    that first scale off by as much, so codes and scale are fitted to each other in turn. Goes by a few rows at a time:
+    the first that do not fit end the search, and temporaries stay small beside the weight.
     """
+    out_features, in_features = weight.shape
+    codes = torch.empty(out_features, in_features, dtype=torch.int8)
+    scales = torch.empty(out_features, in_features // _GRID, dtype=torch.float16)
+    step = max(1, _WEIGHTS_AT_ONCE // in_features)
+    for row in range(0, out_features, step):
+        if not _fit_rows(weight[row : row + step], codes[row : row + step], scales[row : row + step]):
+            return None
+    return codes, scales
+
+
+def _fit_rows(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Fill `codes` and `scales`; false if a weight is further than a bfloat16 step from its code."""
     groups = weight.float().view(weight.shape[0], -1, _GRID)
     step = groups.abs().amax(-1, keepdim=True) / 127.0
     for _ in range(_GRID_FITS):
-        codes = (groups / torch.where(step > 0, step, 1.0)).round_().clamp_(-127, 127)
-        squares = (codes * codes).sum(-1, keepdim=True)
-        step = (groups * codes).sum(-1, keepdim=True) / torch.where(squares > 0, squares, 1.0)
-    scales = step.half()
-    off = (codes * scales.float()).sub_(groups).abs_()
-    if not bool((off <= groups.abs() * _BF16_STEP).all()):
-        return None
-    return codes.to(torch.int8).view(weight.shape), scales.squeeze(-1)
+        fitted = (groups / torch.where(step > 0, step, 1.0)).round_().clamp_(-127, 127)
+        squares = (fitted * fitted).sum(-1, keepdim=True)
+        step = (groups * fitted).sum(-1, keepdim=True) / torch.where(squares > 0, squares, 1.0)
+    half = step.half()
+    off = (fitted * half.float()).sub_(groups).abs_()
+    codes.copy_(fitted.view(weight.shape))
+    scales.copy_(half.squeeze(-1))
+    return bool((off <= groups.abs() * _BF16_STEP).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +120,7 @@ class Packer:
         check_dense(weight)
         bf16 = self.compute_dtype is ComputeDtype.BFLOAT16
         if bf16 and weight.numel() >= _GRID_MIN_WEIGHTS and weight.shape[1] % _GRID == 0:
-            grid = on_grid(weight[:_GRID_PROBE_ROWS]) and on_grid(weight)
+            grid = on_grid(weight)
             if grid is not None:
                 return self._pack_grid(*grid)
         if weight.dtype not in _KINDS or (bf16 and weight.dtype == torch.float32):
@@ -118,10 +131,14 @@ class Packer:
         out_features, in_features = weight.shape
         tiles = padded_tiles(out_features)
         pair = 2 if weight.dtype == torch.bfloat16 else 1
-        padding = (0, in_features % pair, 0, tiles * TILE - out_features)
-        padded = torch.nn.functional.pad(weight, padding)
-        # [tiles, 32, K / pair, pair] -> [tiles, K / pair, 32, pair]
-        data = padded.view(tiles, TILE, -1, pair).transpose(1, 2).contiguous()
+        data = torch.zeros(tiles, -(-in_features // pair), TILE, pair, dtype=weight.dtype)
+        step = max(1, _WEIGHTS_AT_ONCE // (in_features * TILE))
+        for tile in range(0, tiles, step):
+            rows = weight[tile * TILE : (tile + step) * TILE]
+            count = min(step, tiles - tile)
+            padded = torch.nn.functional.pad(rows, (0, in_features % pair, 0, count * TILE - rows.shape[0]))
+            # [count, 32, K / pair, pair] -> [count, K / pair, 32, pair]
+            data[tile : tile + count] = padded.view(count, TILE, -1, pair).transpose(1, 2)
         struct = DenseWeight(out_features, in_features, _KINDS[weight.dtype], self.num_threads, data.data_ptr())
         return NativeDense(self.library, data, struct)
 
