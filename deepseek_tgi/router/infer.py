@@ -199,13 +199,13 @@ class Infer:
 
         Raises: `OverloadedError` if there is no permit, `ValidationError` for a broken rule.
         """
+        self.metrics.count("tgi_request_count")  # before all refusals, so that failures are a share of it
         stream = TokenStream(self, request, self.permits.take())
         try:
             await stream.start()
         except BaseException:
             stream.close()
             raise
-        self.metrics.count("tgi_request_count")
         return stream
 
     async def generate(self, request: GenerateRequest) -> Generated:

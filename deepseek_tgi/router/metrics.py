@@ -19,7 +19,7 @@ SUMMARY_WINDOW = 4096
 """Samples a summary's quantiles are taken over."""
 
 COUNTERS = {
-    "tgi_request_count": "Generations started",
+    "tgi_request_count": "Generations asked for; OpenAI and Vertex calls count once more",
     "tgi_request_success": "Generations that ended well",
     "tgi_request_failure": "Generations that failed, by reason",
     "tgi_batch_concat": "Times new requests joined a running batch, by reason",

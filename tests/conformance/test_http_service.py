@@ -58,7 +58,8 @@ async def test_line_67_metrics(tmp_path: Path) -> None:
     assert types["tgi_request_count"] == types["tgi_batch_inference_count"] == "counter"
     assert types["tgi_queue_size"] == types["tgi_batch_current_size"] == "gauge"
     assert types["tgi_request_skipped_tokens"] == "summary"
-    assert "tgi_request_count 1\n" in text
+    assert "tgi_request_count 2\n" in text, "refused ones count, so that failures are a share of it"
+    assert "tgi_request_success 1\n" in text
     assert 'tgi_request_failure{err="validation"} 1\n' in text
     assert 'tgi_batch_inference_success{method="decode"} 1\n' in text
     edges = {name: re.findall(rf'^{name}_bucket{{.*?le="(.*?)"}}', text, re.MULTILINE) for name in types}

@@ -190,7 +190,9 @@ class Traffic(RuleBasedStateMachine):
     def every_block_has_one_owner(self) -> None:
         self.allocator.check_integrity()
         private = [block for allocation in self.held for block in allocation.private]
-        shared = {block for allocation in self.held for block in allocation.blocks} - set(private)
+        # One that computed its own copy of a stored prompt holds the stored blocks as well: its next ones hang there.
+        stored = {node.block for allocation in self.held for node in allocation.path}
+        shared = stored | {block for allocation in self.held for block in allocation.blocks} - set(private)
         assert len(set(private)) == len(private), "two requests own a block"
         assert not shared & set(private), "a block is shared and private at once"
         in_use = len(shared) + len(private)
