@@ -34,6 +34,7 @@ from deepseek_tgi.options import (
 DEFAULT_BACKEND = "deepseek-quant"
 DEFAULT_MODEL = "bigscience/bloom-560m"
 DEFAULT_SERVICE_NAME = "text-generation-inference.router"
+SHARD_STOP_TIMEOUT_S = 60.0
 DEFAULT_UDS_PATH = "/tmp/text-generation-server"
 QUANTIZERS = (
     *("awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin", "bitsandbytes", "bitsandbytes-nf4"),
@@ -253,7 +254,9 @@ class ShardConfig:
     metrics_port: int = _env(
         integer(0, 64000), "Prometheus port of rank 0, 0 for none", OWN_PREFIX + "METRICS_PORT", default=0
     )
-    stop_timeout: float = _env(number(0.0, 3600.0), "seconds to finish in", OWN_PREFIX + "STOP_TIMEOUT", default=60.0)
+    stop_timeout: float = _env(
+        number(0.0, 3600.0), "seconds to finish in", OWN_PREFIX + "STOP_TIMEOUT", default=SHARD_STOP_TIMEOUT_S
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from deepseek_tgi.config import LauncherConfig
+from deepseek_tgi.config import SHARD_STOP_TIMEOUT_S, LauncherConfig
 from deepseek_tgi.errors import (
     CheckpointError,
     ChildError,
@@ -32,6 +32,7 @@ shard_logger = logging.getLogger("deepseek_tgi.launcher.shard")
 
 POLL_S = 0.1
 TELL_EVERY_S = 10.0
+KILL_MARGIN_S = 2
 SHOWN_STDERR_CHARACTERS = 16_000
 
 LEVEL_NAMES = ((logging.CRITICAL, "ERROR"), (40, "ERROR"), (30, "WARN"), (20, "INFO"), (10, "DEBUG"), (0, "TRACE"))
@@ -108,7 +109,15 @@ def shard_environment(plan: Plan, rank: int) -> dict[str, str]:
         DEEPSEEK_TGI_KV_MEMORY=config.kv_memory,
         DEEPSEEK_TGI_KERNELS=config.kernels,
         DEEPSEEK_TGI_NUM_THREADS=config.num_threads,
+        DEEPSEEK_TGI_STOP_TIMEOUT=_stop_timeout(plan),
     )
+
+
+def _stop_timeout(plan: Plan) -> int | None:
+    """Seconds a shard may finish in where this launcher would kill before the shard's own time is over, else None."""
+    allowed = plan.config.graceful_termination_timeout - KILL_MARGIN_S
+    given = "DEEPSEEK_TGI_STOP_TIMEOUT" in plan.environ
+    return None if given or allowed >= SHARD_STOP_TIMEOUT_S else max(0, allowed)
 
 
 def shortest(value: float) -> str:

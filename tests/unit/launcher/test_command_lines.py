@@ -77,6 +77,8 @@ def test_a_shards_environment() -> None:
         ({"cuda_graphs": (0, 1, 2)}, {"CUDA_GRAPHS": "1,2"}),
         ({"cuda_graphs": (0,)}, {}),
         ({"disable_custom_kernels": True}, {"DISABLE_CUSTOM_KERNELS": "True"}),
+        ({"graceful_termination_timeout": 30}, {"DEEPSEEK_TGI_STOP_TIMEOUT": "28"}),
+        ({"graceful_termination_timeout": 1}, {"DEEPSEEK_TGI_STOP_TIMEOUT": "0"}),
         ({"kv_memory": 1024, "block_size": 32}, {"DEEPSEEK_TGI_KV_MEMORY": "1024", "DEEPSEEK_TGI_BLOCK_SIZE": "32"}),
     ],
 )
