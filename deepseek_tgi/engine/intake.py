@@ -124,6 +124,9 @@ def _given_blocks(request: Request, needed: int, shape: CacheShape) -> torch.Ten
         raise RequestError(
             f"{where}: blocks {int(blocks.min())} to {int(blocks.max())}, expected {first} to {shape.num_blocks - 1}"
         )
+    if len(set(request.blocks)) < len(request.blocks):
+        double = next(b for b in request.blocks if request.blocks.count(b) > 1)
+        raise RequestError(f"{where}: block {double} appears twice, expected one place for each position")
     positions = torch.arange(len(request.slots))
     if int(positions[-1]) // shape.block_size >= len(blocks):
         raise RequestError(

@@ -220,6 +220,7 @@ BROKEN = {
     "slot order": ({"slots": (17, 16, *range(18, 40))}, "slot 0 is 17, expected 16"),
     "block 0": ({"blocks": (0, 1), "slots": tuple(range(20))}, "blocks 0 to 1, expected 1 to"),
     "block range": ({"blocks": (1, 10**6), "slots": tuple(range(16, 36))}, "1000000, expected 1 to"),
+    "block twice": ({"blocks": (1, 1), "slots": (*range(16, 32), *range(16, 20))}, "block 1 appears twice"),
     "block count": ({"blocks": (1,), "slots": tuple(range(16, 36))}, "20 slots do not fit in 1 blocks of 16"),
     "positions": ({"stop": StopRule(600)}, "positions, the model has 512"),
     "text": ({"text": "ab\ud800"}, "surrogate"),
