@@ -24,6 +24,7 @@ from deepseek_tgi.router.requests import GenerateRequest
 from deepseek_tgi.router.scheduler import Scheduler
 from deepseek_tgi.router.tokens import FINISH_REASONS, Ending, Token, TokenEvent, sorted_tops, tokens_of
 from deepseek_tgi.router.validation import PIECE_TOKENS, Validated, Validator
+from deepseek_tgi.text.detokenize import REPLACEMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +156,14 @@ class TokenStream:
 
     async def _ending(self, piece: pb.GeneratedText) -> Ending | None:
         """The ending, or None if the generation went on with a further piece."""
-        self._text += piece.text
         if piece.finish_reason == pb.FINISH_REASON_LENGTH and self._generated < self._wanted:
-            job = await self._next_job(piece)
+            whole = piece.text.rstrip(REPLACEMENT)  # a character that the cut went through is written anew
+            job = await self._next_job(whole)
             if job is not None:
+                self._text += whole
                 self._entry = self._infer.scheduler.submit(job)
                 return None
+        self._text += piece.text
         self._done = True
         reason = FINISH_REASONS.get(piece.finish_reason, "length")
         seed = piece.seed if piece.HasField("seed") else None
@@ -168,11 +171,11 @@ class TokenStream:
         self._infer.note_finished(self, ending)
         return ending
 
-    async def _next_job(self, piece: pb.GeneratedText) -> Job | None:
+    async def _next_job(self, written: str) -> Job | None:
         """The job of the next piece; None if the limits leave no room for one."""
         assert self._entry is not None
         job, limits = self._entry.job, self._infer.validator.limits
-        text = job.text + piece.text
+        text = job.text + written
         truncate = self._request.parameters.truncate
         try:
             ids = await self._infer.validator.encode(text, job.add_special_tokens, truncate)

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_script import Traits
+from fake_script import Running, Traits
+from fake_shard import FakeShard
 from router_bench import Bench, router_bench
+
+from deepseek_tgi.pb import generate_pb2 as pb
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
@@ -203,6 +206,28 @@ async def test_line_68_pieces_grow_so_that_retokenising_stays_linear(tmp_path: P
         assert (await bench.post("/generate", body)).headers["x-generated-tokens"] == "200"
         pieces = [r.stopping_parameters.max_new_tokens for r in bench.shard.requests]
     assert pieces == [16, 16, 32, 64, 72]
+
+
+@pytest.mark.usefixtures("short_pieces")
+async def test_line_68_a_character_cut_by_a_piece_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = FakeShard._generation
+
+    def cut(shard: FakeShard, running: Running) -> pb.Generation:
+        found = real(shard, running)
+        if found.HasField("generated_text"):
+            found.generated_text.text += "\ufffd"
+        return found
+
+    monkeypatch.setattr(FakeShard, "_generation", cut)
+    async with router_bench(tmp_path) as bench:
+        body = {"inputs": "go ", "parameters": {"max_new_tokens": 20}}
+        text = (await bench.post("/generate", body)).json()["generated_text"]
+        prompts = [request.inputs for request in bench.shard.requests]
+    first = "".join(f"w{i} " for i in range(16))
+    assert prompts == ["go ", "go " + first]
+    assert text == first + "w0 w1 w2 w3 \ufffd", "at the very end it is shown"
 
 
 async def test_grammars_reach_the_shard_as_they_are(tmp_path: Path) -> None:
