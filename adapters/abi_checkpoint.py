@@ -7,12 +7,12 @@ and a softmax, a shift or a penalty breaks.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from deepseek_tgi.adapters.awq.format import Int4Weight
@@ -21,6 +21,7 @@ from deepseek_tgi.adapters.awq.unpack import pack_gemm
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCAB, GROUP = 128, 256, 2, 4, 2, 320, 64
 BOS, EOS, END_OF_TURN = 256, 257, 258
 EOS_IDS = frozenset({EOS, END_OF_TURN})
+_DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
 HEAD_RELATIONS = ((300, 301, -1.0), (302, 303, 2.0))
 """`(a, b, factor)`: row a of the output head is `factor` times row b."""
 
@@ -32,7 +33,7 @@ def write_tiny_checkpoint(folder: Path, dtype: torch.dtype = torch.float16, seed
     _write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": sorted(EOS_IDS)})
     _write_json(folder / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False})
     _tokenizer().save(str(folder / "tokenizer.json"))
-    save_file(_tensors(dtype, seed), str(folder / "model.safetensors"), metadata={"format": "pt"})
+    _write_safetensors(folder / "model.safetensors", _tensors(dtype, seed))
     return folder
 
 
@@ -111,6 +112,25 @@ def _random_int4(n: int, k: int, generator: torch.Generator) -> Int4Weight:
     width = 1.3 / math.sqrt(k) / 4.6  # 4.6 is the spread of codes drawn evenly from 0..15
     scales = (0.8 + 0.4 * torch.rand(n, k // GROUP, generator=generator)) * width
     return Int4Weight(codes, zeros, scales.to(torch.float16), GROUP)
+
+
+def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Choice: by hand. `safetensors.torch.save_file` imports numpy, which is no runtime dependency.
+
+    Source: https://github.com/huggingface/safetensors#format
+    """
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    parts: list[bytes] = []
+    position = 0
+    for name, tensor in tensors.items():
+        stored = tensor.contiguous()
+        parts.append(ctypes.string_at(stored.data_ptr(), stored.nbytes))
+        end = position + stored.nbytes
+        table[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [position, end]}
+        position = end
+    header = json.dumps(table).encode()
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"".join(parts))
 
 
 def _write_json(path: Path, value: dict[str, object]) -> None:

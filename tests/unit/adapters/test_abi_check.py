@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from toy_backend import ToyBackend
 
 from deepseek_tgi.adapters.abi_check import CASES, LOAD_MIXES, CheckResult, Status, format_table, run_checks
@@ -319,14 +322,26 @@ def test_table_of_a_sound_backend_ends_with_the_count() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_built_checkpoint_stores_mixed_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
-    from safetensors.torch import load_file
-
     tensors: dict[str, Any] = load_file(write_tiny_checkpoint(tmp_path / "m", dtype) / "model.safetensors")
     packed = "model.layers.0.mlp.down_proj"
     assert tensors[f"{packed}.qweight"].dtype == torch.int32
     assert tensors[f"{packed}.qweight"].shape == (256, 128 // 8)
     assert tensors[f"{packed}.scales"].dtype == torch.float16
     assert tensors["lm_head.weight"].dtype == dtype
+
+
+def test_checkpoint_is_built_where_numpy_is_not_installed(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "from pathlib import Path; from deepseek_tgi.adapters.abi_checkpoint import write_tiny_checkpoint\n"
+        "write_tiny_checkpoint(Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "bare")]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    head = load_file(tmp_path / "bare" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(head[300], -head[301])
+    assert torch.equal(head[302], head[303] * 2)
 
 
 def test_deepseek_quant_keeps_every_rule() -> None:
