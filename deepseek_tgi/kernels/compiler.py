@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,8 @@ _BASE_FLAGS = (
 )  # fmt: skip
 PORTABLE_FLAGS = ("-DDSTGI_PORTABLE", "-mno-avx512f")
 _BUILD_TIMEOUT_S = 300
+_WORK_PREFIX = "build-"
+_private_folders: set[Path] = set()
 
 
 class BuildError(Exception):
@@ -70,8 +72,11 @@ def find_compiler(environ: dict[str, str] | None = None) -> str:
 
 
 def cache_folder(environ: dict[str, str] | None = None) -> Path:
-    """Where built libraries are kept: `$XDG_CACHE_HOME/deepseek-tgi`, by default under `~/.cache`."""
-    base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME")
+    """Where built libraries are kept: `$DEEPSEEK_TGI_CACHE`, else `deepseek-tgi` in the user's cache folder."""
+    given = os.environ if environ is None else environ
+    if given.get("DEEPSEEK_TGI_CACHE"):
+        return Path(given["DEEPSEEK_TGI_CACHE"])
+    base = given.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "deepseek-tgi"
 
 
@@ -80,16 +85,24 @@ def build(extra_flags: Sequence[str] = ()) -> Path:
     recipe = Recipe(find_compiler(), (*_BASE_FLAGS, *extra_flags))
     try:
         name = f"native-{recipe.digest()}.so"
+        kept = cache_folder() / name
+        if os.access(kept, os.R_OK):
+            return kept
         folder = _writable(cache_folder())
         target = folder / name
-        if target.exists():
-            return target
         with _lock(folder / "native.lock"):
             if not target.exists():
                 _compile(recipe, folder, target)
         return target
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"building the native library failed: {error}") from error
+
+
+def discard_private(library: Path) -> None:
+    """Remove `library` if it was built outside the cache. Once it is loaded its file is not needed any more."""
+    if library.parent in _private_folders:
+        _private_folders.remove(library.parent)
+        shutil.rmtree(library.parent, ignore_errors=True)
 
 
 def _cpu_features() -> bytes:
@@ -110,8 +123,13 @@ def _writable(folder: Path) -> Path:
     except OSError:
         pass
     private = Path(tempfile.mkdtemp(prefix="deepseek-tgi-"))
+    _private_folders.add(private)
     atexit.register(shutil.rmtree, private, ignore_errors=True)
-    logger.warning("cache folder %s cannot be written: building the native library in %s", folder, private)
+    logger.warning(
+        "cache folder %s cannot be written: building the native library in %s, at every start; "
+        "set DEEPSEEK_TGI_CACHE to a folder that can",
+        *(folder, private),
+    )
     return private
 
 
@@ -124,23 +142,33 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _compile(recipe: Recipe, folder: Path, target: Path) -> None:
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:
+    for abandoned in folder.glob(f"{_WORK_PREFIX}*"):  # its process is gone: this one holds the lock
+        shutil.rmtree(abandoned, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_WORK_PREFIX) as work:
         sources = sorted(_SOURCE_FOLDER.glob("*.cpp"))
         objects = [Path(work) / (source.stem + ".o") for source in sources]
         _run_all(
-            [recipe.compiler, *recipe.flags, "-c", str(source), "-o", str(built)]
-            for source, built in zip(sources, objects, strict=True)
+            (
+                [recipe.compiler, *recipe.flags, "-c", str(source), "-o", str(built)]
+                for source, built in zip(sources, objects, strict=True)
+            ),
+            work,
         )
         linked = Path(work) / target.name
-        _run_all([[recipe.compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)]])
+        _run_all([[recipe.compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)]], work)
         linked.replace(target)
     logger.info("native kernels built with %s in %.1f s: %s", recipe.compiler, time.monotonic() - started, target)
 
 
-def _run_all(commands: Iterator[list[str]] | list[list[str]]) -> None:
-    """Run compiler commands side by side. Raises `BuildError` with the compiler's own words."""
+def _run_all(commands: Iterable[list[str]], work: str) -> None:
+    """Run compiler commands side by side, their own temporary files in `work`: a killed compiler leaves them behind.
+
+    Raises `BuildError` with the compiler's own words.
+    """
+    environ = {**os.environ, "TMPDIR": work}
     running = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ)
+        for command in commands
     ]
     failures = []
     for process in running:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from deepseek_tgi.kernels.compiler import BuildError, build
+from deepseek_tgi.kernels.compiler import BuildError, build, discard_private
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,8 @@ def _declare(handle: Any) -> Any:
 def load(extra_flags: tuple[str, ...] = ()) -> NativeLibrary:
     """Build if needed and load. Raises `BuildError`; `extra_flags` serve tests (the portable build)."""
     try:
-        return NativeLibrary(build(extra_flags))
+        library = NativeLibrary(build(extra_flags))
     except (OSError, AttributeError) as error:
         raise BuildError(f"loading the native library failed: {error}") from error
+    discard_private(library.path)
+    return library

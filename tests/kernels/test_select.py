@@ -114,8 +114,34 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_folder(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    assert compiler.build().parent.parent == tmp_path
+    library = compiler.build()
+    assert library.parent.parent == tmp_path
     assert "cannot be written" in caplog.text
+    compiler.discard_private(library)
+    assert not library.parent.exists()
+
+
+def test_the_cache_is_where_its_own_variable_says_and_is_left_there(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DEEPSEEK_TGI_CACHE", str(tmp_path / "own"))
+    library = compiler.build()
+    compiler.discard_private(library)
+    assert library.parent == tmp_path / "own"
+    assert library.exists()
+
+
+def test_an_abandoned_build_is_swept_and_the_compilers_files_are_in_the_build_folder(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    abandoned = tmp_path / "cache" / "deepseek-tgi" / "build-abandoned"
+    abandoned.mkdir(parents=True)
+    script = tmp_path / "cxx"
+    script.write_text(script.read_text() + f'echo "$TMPDIR" >> {tmp_path}/folders\n')
+    library = compiler.build()
+    folders = {Path(line) for line in (tmp_path / "folders").read_text().split()}
+    assert {(folder.parent, folder.name[:6]) for folder in folders} == {(library.parent, "build-")}
+    assert sorted(path.name for path in library.parent.iterdir()) == [library.name, "native.lock"]
 
 
 @pytest.mark.parametrize(
