@@ -231,7 +231,7 @@ async def test_line_68_a_character_cut_by_a_piece_is_written_anew(
 
 
 async def test_grammars_reach_the_shard_as_they_are(tmp_path: Path) -> None:
-    schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+    schema = {"properties": {"b": {"type": "integer"}}, "type": "object", "additionalProperties": False}
     asked = [
         {"type": "json", "value": schema},
         {"type": "json_schema", "value": {"name": "x", "schema": schema}},
@@ -241,7 +241,7 @@ async def test_grammars_reach_the_shard_as_they_are(tmp_path: Path) -> None:
         for grammar in asked:
             await bench.post("/generate", {"inputs": "say[x]", "parameters": {"grammar": grammar}})
         sent = [(r.parameters.grammar, r.parameters.grammar_type) for r in bench.shard.requests]
-    text = '{"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}'
+    text = '{"properties": {"b": {"type": "integer"}}, "type": "object", "additionalProperties": false}'
     assert sent == [(text, 1), (text, 1), ("a+", 2)]
 
 
