@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from deepseek_tgi.config import DEFAULT_MODEL, LauncherConfig
 from deepseek_tgi.errors import ConfigError, ResourceError
 
+MAX_PREFILL_TOKENS = 1 << 20
+"""The router's warm-up prompt is as long as a prefill step may be: more than this is a typing error, or no memory."""
+
 
 def check_options(config: LauncherConfig) -> None:
     """Raise `ConfigError` for options that TGI's launcher refuses, or that no model can be served with."""
@@ -25,6 +28,9 @@ def check_options(config: LauncherConfig) -> None:
     batch = config.max_batch_total_tokens
     if total is not None and batch is not None and total > batch:
         raise ConfigError(f"--max-total-tokens {total}: expected at most --max-batch-total-tokens {batch}")
+    prefill = config.max_batch_prefill_tokens
+    if prefill is not None and prefill > MAX_PREFILL_TOKENS:
+        raise ConfigError(f"--max-batch-prefill-tokens {prefill}: expected at most {MAX_PREFILL_TOKENS}")
     if config.validation_workers == 0:
         raise ConfigError("--validation-workers: got 0, expected at least 1")
     if config.ngrok and not (config.ngrok_authtoken and config.ngrok_edge):
