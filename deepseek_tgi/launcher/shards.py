@@ -24,7 +24,7 @@ from deepseek_tgi.errors import (
 )
 from deepseek_tgi.launcher.check import max_input_tokens
 from deepseek_tgi.launcher.process import Child, Spec, describe_exit, python_argv
-from deepseek_tgi.server.sockets import rank_path
+from deepseek_tgi.server.sockets import listener_pid, rank_path, taken
 from deepseek_tgi.telemetry.log import LEVELS
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,10 @@ def relog(line: bytes) -> None:
 
 
 def wait_ready(plan: Plan, children: Sequence[Child], stopping: Callable[[], bool]) -> bool:
-    """True when every rank's socket is there, false if asked to stop. Raises if a shard ends before that."""
+    """True when every rank's socket is there, false if asked to stop; `children` are the ranks in order.
+
+    Raises if a shard ends before that, or if the socket is another launcher's.
+    """
     waiting = {rank_path(plan.config.shard_uds_path, rank): rank for rank in range(plan.num_shards)}
     started = told = time.monotonic()
     while waiting:
@@ -179,6 +182,7 @@ def wait_ready(plan: Plan, children: Sequence[Child], stopping: Callable[[], boo
         if stopping():
             return False
         for path in [path for path in waiting if os.path.exists(path)]:
+            _check_owner(path, children[waiting[path]])
             logger.info(
                 "Shard ready in %.1f s", time.monotonic() - started, extra={"fields": {"rank": waiting.pop(path)}}
             )
@@ -188,6 +192,17 @@ def wait_ready(plan: Plan, children: Sequence[Child], stopping: Callable[[], boo
         if waiting:
             time.sleep(POLL_S)
     return True
+
+
+def _check_owner(path: str, shard: Child) -> None:
+    """Raise if a process outside `shard`'s group listens at `path`: two launchers started together share no model."""
+    pid = listener_pid(path)
+    try:
+        foreign = pid is not None and os.getpgid(pid) != shard.pid
+    except ProcessLookupError:
+        return
+    if foreign:
+        raise taken(path)
 
 
 def check_alive(children: Sequence[Child], what: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
 from pathlib import Path
 
 from deepseek_tgi.errors import ResourceError
@@ -36,7 +37,14 @@ def check_path(path: str) -> None:
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
         raise ResourceError(f"socket path {path!r} exists and is no socket; remove it or choose another path")
     if listens(path):
-        raise ResourceError(f"socket path {path!r} is in use by a running shard; stop it or choose another path")
+        raise taken(path)
+
+
+def taken(path: str) -> ResourceError:
+    """The error for a path at which another shard listens."""
+    return ResourceError(
+        f"socket path {path!r} is in use by a running shard; stop it or choose another path (--shard-uds-path)"
+    )
 
 
 def _try_binding(path: str, folder: str) -> None:
@@ -61,6 +69,18 @@ def listens(path: str) -> bool:
         except OSError as error:
             return isinstance(error, (TimeoutError, BlockingIOError))
         return True
+
+
+def listener_pid(path: str) -> int | None:
+    """The process that listens at `path`, as the kernel knows it; None if nobody does, or none that we can see."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        except OSError:
+            return None
+    return int(struct.unpack("3i", credentials)[0]) or None
 
 
 def remove_stale(path: str) -> None:
@@ -89,7 +109,12 @@ class Publication:
         self._inode: int | None = None
 
     def show(self) -> None:
-        """Rename the bound socket to its path, replacing a dead one."""
+        """Rename the bound socket to its path, replacing a dead one.
+
+        Raises: `ResourceError` if another shard has come to listen there meanwhile: its clients must not get ours.
+        """
+        if listens(self.path):
+            raise taken(self.path)
         self._inode = os.stat(self.bound_path).st_ino
         os.rename(self.bound_path, self.path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -224,6 +225,19 @@ def test_a_signal_while_shards_load_stops_them(launch: Launch) -> None:
     launcher.wait_for("loading")
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.process.wait(20) == 0
+
+
+def test_another_launchers_shard_is_not_taken_for_ours(launch: Launch) -> None:
+    launcher = launch(STUB_LOAD_S="60")
+    launcher.child("stub_shard.py serve")
+    launcher.wait_for("loading")
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(launcher.folder / "s-0"))
+        other.listen()
+        assert launcher.process.wait(20) == 5
+        assert (launcher.folder / "s-0").exists()
+    assert "in use by a running shard" in launcher.words()
+    assert "router starts with" not in launcher.words()
 
 
 def test_a_deaf_router_is_killed_after_the_timeout(launch: Launch) -> None:

@@ -103,6 +103,23 @@ def test_publication_replaces_a_dead_socket_and_hides_only_its_own(dead: str) ->
     publication.hide()
 
 
+def test_publication_leaves_a_living_socket_to_its_owner(living: str) -> None:
+    publication = sockets.Publication(living)
+    before = os.lstat(living).st_ino
+    with socket.socket(socket.AF_UNIX) as late:
+        late.bind(publication.bound_path)
+        with pytest.raises(ResourceError, match="in use by a running shard"):
+            publication.show()
+    publication.hide()
+    assert os.lstat(living).st_ino == before
+    assert os.listdir(os.path.dirname(living)) == [os.path.basename(living)]
+
+
+def test_the_listening_process_is_known(living: str, dead: str) -> None:
+    assert sockets.listener_pid(living) == os.getpid()
+    assert sockets.listener_pid(dead) is None
+
+
 def test_a_successors_socket_is_left_alone(dead: str) -> None:
     publication = sockets.Publication(dead)
     with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
