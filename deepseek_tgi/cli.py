@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -218,6 +219,8 @@ def _download(parsed: argparse.Namespace) -> int:
     if parsed.model_id == SMALL_MODEL_ID and not Path(SMALL_MODEL_ID).is_dir():
         from deepseek_tgi.convert.small_model import ensure_small_model
 
+        # As Ctrl-C does: what was made so far, up to 400 MB, is removed on the way out.
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
         print(ensure_small_model(progress=sys.stderr.isatty()))
     else:
         print(prepare(DownloadConfig(parsed.model_id, parsed.revision)))

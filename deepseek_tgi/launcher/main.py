@@ -182,7 +182,8 @@ def stop(child: Child, timeout_s: float, signals: StopSignals) -> None:
     logger.info("Terminating %s", child.spec.name)
     child.terminate()
     if not child.wait(timeout_s + child.spec.closing_s, hurry=signals.hurry):
-        logger.warning("%s did not end in time: killed", child.spec.name)
+        why = "was asked to hurry" if signals.hurry() else "did not end in time"
+        logger.warning("%s %s: killed", child.spec.name, why)
         child.kill()
         child.wait(10.0)
 

@@ -14,13 +14,14 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepseek_tgi.adapters.hub import SMALL_MODEL_ID, resolve_folder
 from deepseek_tgi.config import DEFAULT_BACKEND
-from deepseek_tgi.errors import ChildError
+from deepseek_tgi.errors import CheckpointError, ChildError
 from deepseek_tgi.launcher.check import check_port
 from deepseek_tgi.launcher.main import StopSignals, prepared_model, stop
 from deepseek_tgi.launcher.process import Child, Spec, describe_exit, python_argv
@@ -28,6 +29,7 @@ from deepseek_tgi.launcher.process import Child, Spec, describe_exit, python_arg
 HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 100.0
 SHOWN_LINES = 40
+_WARNING = b"  WARN "
 
 Say = Callable[[str], None]
 
@@ -47,7 +49,7 @@ def run(wish: Wish, say: Say) -> int:
     check_port(HOST, wish.port, "--port")
     signals = StopSignals()
     signals.install()
-    say(f"Preparing {wish.model_id} …\n")
+    say(f"Preparing {wish.model_id} …{_first_time(wish.model_id)}\n")
     if prepared_model(wish.model_id, os.environ, signals) is None:
         return 0
     tail: deque[bytes] = deque(maxlen=SHOWN_LINES)
@@ -57,16 +59,33 @@ def run(wish: Wish, say: Say) -> int:
             say(f"Starting {wish.model_id} on http://{HOST}:{wish.port} … ")
             if not _wait_healthy(wish, child, signals, tail):
                 return 0
-            say(f"ready.\n\n> {wish.question}\n")
+            say("ready.\n" + _warnings(tail) + f"\n> {wish.question}\n")
             for piece in _answer(wish):
                 say(piece)
             say("\n")
             if not wish.leave:
                 say(_examples(wish))
                 _wait_until_stopped(child, signals, tail)
+                say("\nStopping; a running request may finish, a second Ctrl-C ends it.\n")
         finally:
             stop(child, STOP_TIMEOUT_S, signals)
     return 0
+
+
+def _first_time(model_id: str) -> str:
+    """Why the small model takes so long, if it is not on this machine yet."""
+    if model_id != SMALL_MODEL_ID:
+        return ""
+    try:
+        resolve_folder(model_id)
+    except CheckpointError:
+        return " (once: downloads about 100 MB and converts them, then compiles the kernels)"
+    return ""
+
+
+def _warnings(tail: Iterable[bytes]) -> str:
+    """The server's warnings so far, a line each: it may have fallen back to slower kernels."""
+    return "".join(line.decode(errors="replace") for line in tail if _WARNING in line)
 
 
 def _spec(wish: Wish, folder: Path, tail: deque[bytes]) -> Spec:

@@ -20,7 +20,7 @@ def test_quickstart_answers_and_its_examples_work(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "deepseek_tgi.cli", "quickstart", "--port", str(free_port())],
         cwd=tmp_path,
-        env={**os.environ, "LOG_LEVEL": "info"},
+        env={**os.environ, "LOG_LEVEL": "info", "CUDA_GRAPHS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -36,6 +36,7 @@ def test_quickstart_answers_and_its_examples_work(tmp_path: Path) -> None:
         await_true(lambda: process.poll() is not None or said().count("curl") == 2, "both examples", 120)
         assert "> What is the capital of France?" in said()
         assert "Paris" in said().partition("France?")[2]
+        assert "WARN" in said().partition("ready.")[2].partition(">")[0], "an option without effect is told"
         for command in re.findall(r"^  (curl .*)$", said(), re.MULTILINE):
             answer = subprocess.run(
                 ["sh", "-c", f"{command} -sS"], capture_output=True, text=True, check=True, timeout=60
@@ -46,6 +47,8 @@ def test_quickstart_answers_and_its_examples_work(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         assert not any(map(alive, below))
+        await_true(lambda: "Stopping; a running request may finish" in said(), "the last word", 5)
+        assert "killed" not in said()
     finally:
         process.kill()
         process.wait()

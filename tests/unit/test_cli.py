@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,27 @@ def test_a_closed_reader_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False, env=os.environ)
     assert done.returncode == 0
     assert done.stderr == ""
+
+
+def test_a_stopped_preparation_takes_its_unfinished_files_with_it(tmp_path: Path) -> None:
+    code = """
+import sys, tempfile, time
+from deepseek_tgi import cli
+from deepseek_tgi.convert import small_model
+
+def ensure(progress):
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]):
+        print("working", flush=True)
+        time.sleep(60)
+
+small_model.ensure_small_model = ensure
+sys.exit(cli.main(["download-weights", "smollm2"]))
+"""
+    argv = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "working\n"
+        assert list(tmp_path.iterdir()) != []
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []

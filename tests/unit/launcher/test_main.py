@@ -257,6 +257,7 @@ def test_a_second_signal_ends_it_at_once(launch: Launch) -> None:
     launcher.wait_for("Terminating router")
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.process.wait(10) == 128 + signal.SIGINT
+    assert "router was asked to hurry: killed" in launcher.words()
 
 
 def test_a_killed_launcher_leaves_nobody(launch: Launch) -> None:
