@@ -44,6 +44,7 @@ class FakeShard(TextGenerationServiceServicer):
         self.gate.set()
         self.fail_next: dict[str, str] = {}
         self.skip_failures = 0
+        self.fail_status = grpc.StatusCode.INTERNAL
         self.hold_warmup: asyncio.Event | None = None
         self.reported: set[tuple[int, int]] = set()
         self.on_warmup: Callable[[pb.WarmupRequest], pb.WarmupResponse] | None = None
@@ -169,7 +170,7 @@ class FakeShard(TextGenerationServiceServicer):
             for batch_id in dropped:
                 if batch_id is not None:
                     self.batches.pop(batch_id, None)
-            await context.abort(grpc.StatusCode.INTERNAL, self.fail_next.pop(call))
+            await context.abort(self.fail_status, self.fail_next.pop(call))
 
     async def _liveness(self, batch: pb.Batch, context: Any) -> pb.PrefillResponse:
         await self._enter("Liveness", None, context)

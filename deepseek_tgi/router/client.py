@@ -134,7 +134,7 @@ async def _answers(calls: list[Any], merge: Callable[[list[Any]], R], span: Span
             try:
                 answers.append(await call)
             except grpc.aio.AioRpcError as error:
-                answers.append(ShardError(error.details() or error.code().name))
+                answers.append(ShardError(error.details() or error.code().name, error.code().name))
     finally:
         if span is not None:
             span.end()

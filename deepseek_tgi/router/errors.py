@@ -36,10 +36,11 @@ class ValidationError(RequestError):
 
 
 class ShardError(GenerationError):
-    """The shard answered a step with an error."""
+    """The shard answered a call with an error, whose status is `code` (the name of a `grpc.StatusCode`)."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, code: str = "INTERNAL") -> None:
         super().__init__(f"Request failed during generation: Server error: {message}")
+        self.code = code
 
 
 class IncompleteGenerationError(DeepseekTgiError):

@@ -8,15 +8,19 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from deepseek_tgi.errors import ConfigError
+from deepseek_tgi.errors import ConfigError, DeepseekTgiError, ResourceError
 from deepseek_tgi.pb import generate_pb2 as pb
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import RouterConfig
+from deepseek_tgi.router.errors import ShardError
 
 logger = logging.getLogger(__name__)
 
 WARMUP_IMAGE = b"\xff\xd8\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00\xff\xd9"
 """An empty JPEG: image models measure with one, text models ignore it."""
+
+WARMUP_ERRORS: dict[str, type[DeepseekTgiError]] = {kind.grpc_code: kind for kind in (ConfigError, ResourceError)}
+"""What a warm-up means that the shard refuses, by its status: the process ends with that error's exit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,8 @@ class ShardFacts:
 async def introduce(shards: ShardClient, config: RouterConfig) -> ShardFacts:
     """Clear, ask, warm up, check.
 
-    Raises: `ConfigError` for limits that do not fit together, `ShardError` if the shard fails.
+    Raises: `ConfigError` for limits that do not fit together, `ResourceError` if the shard lacks the memory for them,
+    `ShardError` if it fails otherwise.
     """
     _check_config(config)
     await shards.clear_cache()
@@ -52,7 +57,11 @@ async def introduce(shards: ShardClient, config: RouterConfig) -> ShardFacts:
     if info.HasField("window_size"):
         logger.warning("the shard reports window_size %d; blocks are reserved as without it", info.window_size)
     logger.info("Warming up model")
-    limits = await shards.warmup(warmup_request(config))
+    try:
+        limits = await shards.warmup(warmup_request(config))
+    except ShardError as error:
+        kind = WARMUP_ERRORS.get(error.code)
+        raise error if kind is None else kind(str(error)) from error
     facts = _facts(config, info, limits)
     _check_facts(facts)
     logger.info(

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from fake_script import Traits
@@ -117,6 +118,19 @@ async def test_a_socket_nobody_listens_on_is_named(tmp_path: Path, model: Path, 
         code, error = await found.end()
     assert code == 1
     assert f"{tmp_path / 'shard-0'}: cannot connect to a shard" in error
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(grpc.StatusCode.RESOURCE_EXHAUSTED, 5), (grpc.StatusCode.FAILED_PRECONDITION, 2), (grpc.StatusCode.UNKNOWN, 1)],
+)
+async def test_a_refused_warm_up_ends_with_the_code_of_its_reason(
+    tmp_path: Path, model: Path, free_port: int, status: grpc.StatusCode, code: int
+) -> None:
+    async with door(tmp_path, free_port, model=model) as found:
+        found.shard.fail_next["Warmup"] = "too large"
+        found.shard.fail_status = status
+        assert (await found.end()) == (code, "Error: Request failed during generation: Server error: too large\n")
 
 
 @pytest.mark.parametrize(
