@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command: Command = parsed.command
         return command(parsed)
     except DeepseekTgiError as error:
-        print(f"deepseek-tgi: error: {error}", file=sys.stderr)
+        print(f"deepseek-tgi: error: {str(error).removeprefix('deepseek-tgi ')}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -80,7 +80,7 @@ def _add_serving(commands: Commands) -> None:
         commands, "quickstart", _quickstart, "serve a small model, ask it a question, go on serving", "quickstart"
     )
     quick.add_argument("--model-id", default="smollm2", help="smollm2, a folder or a hub id (default smollm2)")
-    quick.add_argument("--port", type=int, default=3000, help="HTTP port on 127.0.0.1 (default 3000)")
+    quick.add_argument("--port", type=_port, default=3000, help="HTTP port on 127.0.0.1 (default 3000)")
     quick.add_argument("--question", default="What is the capital of France?", help="what to ask")
     quick.add_argument("--exit", action="store_true", help="stop after the answer")
     _add(
@@ -150,6 +150,12 @@ def _unreachable(parsed: argparse.Namespace) -> int:
     raise AssertionError("launch and info take the launcher's options and never get here")
 
 
+def _port(given: str) -> int:
+    if not (given.isascii() and given.isdigit() and len(given) < 6 and 1 <= int(given) <= 65535):
+        raise argparse.ArgumentTypeError(f"got {given!r}, expected a whole number from 1 to 65535")
+    return int(given)
+
+
 def _launch(argv: list[str]) -> int:
     from deepseek_tgi.config import DEFAULT_BACKEND
     from deepseek_tgi.launcher import main as launcher
@@ -184,7 +190,8 @@ def _print_model_plan(config: LauncherConfig) -> None:
     model = read_model_config(folder)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     print(f"\n{'model folder':<32} {folder}\n{'model type':<32} {model.model_type}")
-    print(f"{'weights':<32} {weights} bytes ({weights / 2**20:.1f} MiB)")
+    shown = f"{weights} bytes ({weights / 2**20:.1f} MiB)" if weights else "none in this folder"
+    print(f"{'weights':<32} {shown}")
     heads, width = model.attention.num_key_value_heads, model.attention.head_dim
     for mode in KVMode:
         layout = KVLayout(model.num_hidden_layers, heads, width, width, mode, config.block_size or 16)

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if log.configured():
             logger.error("%s", error)
         else:
-            sys.stderr.write(f"text-generation-launcher: error: {error}\n")
+            sys.stderr.write(f"{PROGRAM.name}: error: {str(error).removeprefix(f'{PROGRAM.name}: ')}\n")
         return error.exit_code
 
 

@@ -25,6 +25,7 @@ from deepseek_tgi.errors import CheckpointError, ChildError
 from deepseek_tgi.launcher.check import check_port
 from deepseek_tgi.launcher.main import StopSignals, prepared_model, stop
 from deepseek_tgi.launcher.process import Child, Spec, describe_exit, python_argv
+from deepseek_tgi.launcher.shards import ERRORS_BY_EXIT_CODE
 
 HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 100.0
@@ -116,7 +117,8 @@ def _check(child: Child, tail: deque[bytes]) -> None:
     code = child.exit_code()
     if code is not None:
         shown = b"".join(tail).decode(errors="replace")
-        raise ChildError(f"the server ended with {describe_exit(code)}; its last lines:\n{shown}")
+        error = ERRORS_BY_EXIT_CODE.get(code, ChildError)
+        raise error(f"the server ended with {describe_exit(code)}; its last lines:\n{shown}")
 
 
 def _open(url: str, body: dict[str, Any] | None = None) -> Any:

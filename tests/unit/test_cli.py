@@ -112,6 +112,22 @@ def test_a_closed_reader_is_no_error() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("port", ["0", "70000", "-1", "x", "9" * 5000])
+def test_quickstart_names_a_port_that_cannot_be(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["quickstart", f"--port={port}"])
+    assert left.value.code == 2
+    assert "expected a whole number from 1 to 65535" in capsys.readouterr().err
+
+
+def test_a_program_names_itself_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--max-total-token", "3"]) == 2
+    assert launcher.main(["--backend", "deepseek-quant", "--max-total-token", "3"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("deepseek-tgi: error: info: unknown option '--max-total-token'; did you mean")
+    assert second.startswith("text-generation-launcher: error: unknown option '--max-total-token'; did you mean")
+
+
 def test_a_stopped_preparation_takes_its_unfinished_files_with_it(tmp_path: Path) -> None:
     code = """
 import sys, tempfile, time
