@@ -56,8 +56,10 @@ class GgufFile:
                 size = os.fstat(file.fileno()).st_size
                 # A private writable mapping, since torch warns about read-only buffers; it is never written to.
                 self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be mapped: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise CheckpointError(f"{path}: is empty; expected a GGUF file") from error
         cursor = _Cursor(path, memoryview(self._map))
         num_tensors, num_keys = _read_head(cursor)
         self.metadata: Mapping[str, Value] = _read_metadata(cursor, num_keys)
