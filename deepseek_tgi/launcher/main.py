@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -47,23 +48,31 @@ Exit codes: 0 stopped by a signal, 1 a child failed, 2 wrong options, 3 unreadab
 )
 
 
+ECHO_S = 0.2
+"""The same signal again this soon is one request heard twice: `timeout` signals its child and then its own group."""
+
+
 class StopSignals:
     """SIGINT, SIGTERM and SIGHUP: the first asks to finish, a second to leave at once. Owned by the main thread."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self._noted_at = -math.inf
 
     def install(self) -> None:
         """Replace the default handlers, and make sure that the ends of children are told."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
+            signal.signal(number, self.note)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to outlive the terminal
-            signal.signal(signal.SIGHUP, self._note)
+            signal.signal(signal.SIGHUP, self.note)
         # A parent that ignores it hands that on, and the kernel then forgets how our children ended.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The handler."""
+        before, self._noted_at = self._noted_at, time.monotonic()
+        if self._noted_at - before >= ECHO_S or number != self.received[-1]:
+            self.received.append(number)
 
     def stopping(self) -> bool:
         """True once asked."""

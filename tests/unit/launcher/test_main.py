@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from deepseek_tgi.launcher.main import StopSignals
+
 STUB = str(Path(__file__).parents[2] / "stub_launcher.py")
 ROUTER = """#!/bin/sh
 echo "router starts with $*"
@@ -258,6 +260,15 @@ def test_a_second_signal_ends_it_at_once(launch: Launch) -> None:
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.process.wait(10) == 128 + signal.SIGINT
     assert "router was asked to hurry: killed" in launcher.words()
+
+
+def test_a_signal_heard_twice_is_one_request() -> None:
+    signals = StopSignals()
+    for _ in range(2):
+        signals.note(signal.SIGTERM, None)
+    assert (signals.stopping(), signals.hurry()) == (True, False)
+    signals.note(signal.SIGINT, None)
+    assert signals.hurry()
 
 
 def test_a_killed_launcher_leaves_nobody(launch: Launch) -> None:
