@@ -17,36 +17,23 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.benchmarks import http_load, report, servers
-from tests.benchmarks.measure import Samples, circumstances, idle_share, read_bandwidth_bytes_per_s
+from tests.benchmarks.measure import Samples, circumstances, read_bandwidth_bytes_per_s
+from tests.benchmarks.prompts import ANSWER, LONG_TOKENS, PROBE, FreshTexts, Prompts, make_prompts
+from tests.benchmarks.quiet import Quiet
 from tests.benchmarks.report import OURS, Figures
-from tests.benchmarks.workers import Passage, Worker
+from tests.benchmarks.workers import Worker
 from tests.peers import PEERS
 
-if TYPE_CHECKING:
-    from deepseek_tgi.text.tokenizer import TextTokenizer
-
 HERE = Path(__file__).resolve().parent
-PROBE, ANSWER = "The capital of France is", "Paris"
-LONG_TOKENS, SHORT_TOKENS, NEW_TOKENS = 512, 16, 64
-MIN_IDLE = 0.9
-STREAMS, STREAM_PROMPT_TOKENS, STREAM_TOKENS = 16, 64, 64
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """The same prose for everyone. `streams` has a set for each round: a prefix cache must not know them already."""
-
-    short: Passage
-    long: Passage
-    streams: tuple[tuple[Passage, ...], ...]
-    probe: Passage
+NEW_TOKENS, STREAM_TOKENS = 64, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +52,6 @@ class Sides:
         return [stack.enter_context(Worker(name, argv)) for name, argv in argvs.items()]
 
 
-def make_prompts(tokenizer: TextTokenizer, rounds: int) -> Prompts:
-    """Cut from English that every Python carries."""
-    from pydoc_data.topics import topics
-
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-
-    def passage(start: int, tokens: int) -> Passage:
-        part = text[start : start + 12 * tokens]
-        ids = tokenizer.encode(part, truncate=tokens)
-        assert len(ids) == tokens, f"{len(part)} characters gave {len(ids)} tokens, expected at least {tokens}"
-        return Passage(part, ids)
-
-    return Prompts(
-        short=passage(1000, SHORT_TOKENS),
-        long=passage(9000, LONG_TOKENS),
-        streams=tuple(
-            tuple(passage(20000 + 20000 * i + 1000 * r, STREAM_PROMPT_TOKENS) for i in range(STREAMS))
-            for r in range(rounds)
-        ),
-        probe=Passage(PROBE, tokenizer.encode(PROBE)),
-    )
-
-
 def refuse_nonsense(workers: Sequence[Worker], prompts: Prompts) -> None:
     """The speed of a wrong answer is no figure."""
     for worker in workers:
@@ -97,15 +61,6 @@ def refuse_nonsense(workers: Sequence[Worker], prompts: Prompts) -> None:
         print(f"{worker.name} answers {text!r}", flush=True)
 
 
-def refuse_busy_machine(idle: float, allowed: bool) -> None:
-    """Two sides do not suffer alike from a third: llama.cpp's threads spin while they wait for each other."""
-    if idle < MIN_IDLE:
-        message = f"only {idle:.0%} of this machine is idle, expected {MIN_IDLE:.0%}: figures would mean nothing"
-        if not allowed:
-            raise SystemExit(f"{message}; wait, or give --busy to see them all the same")
-        print(f"WARNING: {message}", flush=True)
-
-
 def in_turn(workers: Sequence[Worker], repeats: int) -> Iterator[tuple[bool, Worker]]:
     """Workers in alternating order; the first round warms up and does not count."""
     for repeat in range(repeats + 1):
@@ -113,12 +68,12 @@ def in_turn(workers: Sequence[Worker], repeats: int) -> Iterator[tuple[bool, Wor
             yield repeat > 0, worker
 
 
-def measure_steps(workers: Sequence[Worker], prompts: Prompts, repeats: int, figures: Figures) -> None:
+def measure_steps(workers: Sequence[Worker], prompts: Prompts, repeats: int, figures: Figures, quiet: Quiet) -> None:
     """Everything that needs no server."""
     for counts, worker in in_turn(workers, repeats):
-        short = worker.generate(prompts.short, NEW_TOKENS)
-        long = worker.generate(prompts.long, NEW_TOKENS)
-        many = worker.batched(prompts.streams[0], STREAM_TOKENS)
+        short = quiet.run(partial(worker.generate, prompts.short, NEW_TOKENS))
+        long = quiet.run(partial(worker.generate, prompts.long, NEW_TOKENS))
+        many = quiet.run(partial(worker.batched, prompts.streams, STREAM_TOKENS))
         if counts:
             figures.add(report.SHORT, worker.name, NEW_TOKENS / short["decode_s"])
             figures.add(report.LONG, worker.name, NEW_TOKENS / long["decode_s"])
@@ -127,25 +82,24 @@ def measure_steps(workers: Sequence[Worker], prompts: Prompts, repeats: int, fig
 
 
 def measure_http(
-    sides: Sides, tokenizer: TextTokenizer, prompts: Prompts, figures: Figures
+    sides: Sides, texts: FreshTexts, count: Callable[[str], int], repeats: int, figures: Figures, quiet: Quiet
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sixteen streams a round, both servers up, one loaded at a time: peak memory and waits for the first text."""
     name, gguf = next(iter(sides.files.items()))
-
-    def count(made: str) -> int:
-        return len(tokenizer.encode(made, add_special_tokens=False))
-
     waits: dict[str, list[float]] = {}
     with servers.our_server(sides.ours) as mine, servers.llama_server(sides.llama_python, gguf) as theirs:
-        for repeat, passages in enumerate(prompts.streams):
-            texts = [tokenizer.decode(passage.ids) for passage in passages]
+        for repeat in range(repeats + 1):
             for side, server in ((OURS, mine), (f"{name}, its server", theirs)):
-                load = http_load.run_streams(server.url, texts, STREAM_TOKENS)
+                load = quiet.run(partial(_one_round, server.url, texts))
                 if repeat:
                     figures.add(report.HTTP, side, load.tokens_per_s(count))
                     waits.setdefault(side, []).append(load.first_text_s())
         memory = {OURS: mine.peak_memory_bytes(), name: theirs.peak_memory_bytes()}
     return memory, {side: Samples(tuple(values)).to_json() for side, values in waits.items()}
+
+
+def _one_round(url: str, texts: FreshTexts) -> http_load.Load:
+    return http_load.run_streams(url, texts.draw(), STREAM_TOKENS)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -194,26 +148,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     from deepseek_tgi.text.tokenizer import TextTokenizer
 
     facts = circumstances() | {"command": shlex.join(["python", "-m", "tests.benchmarks.cpu_serving", *words])}
-    refuse_busy_machine(facts["idle"], arguments.busy)
-    figures = Figures()
+    figures, quiet = Figures(), Quiet(required=not arguments.busy)
     with ExitStack() as stack:
         sides = choose_sides(arguments, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))))
         tokenizer = TextTokenizer.from_folder(sides.ours)
-        prompts = make_prompts(tokenizer, arguments.repeats + 1)
-        bandwidth = read_bandwidth_bytes_per_s()
+        prompts = make_prompts(tokenizer)
+        bandwidth = quiet.run(read_bandwidth_bytes_per_s)
         with ExitStack() as loaded:
             workers = sides.workers(loaded)
             refuse_nonsense(workers, prompts)
-            measure_steps(workers, prompts, arguments.repeats, figures)
+            measure_steps(workers, prompts, arguments.repeats, figures, quiet)
             memory: dict[str, Any] = {"worker": {w.name: w.peak_memory_bytes() for w in workers}, "http": {}}
             abouts = {worker.name: worker.about for worker in workers}
         waits: dict[str, Any] = {}
         if not arguments.no_http:
-            memory["http"], waits = measure_http(sides, tokenizer, prompts, figures)
+            texts = FreshTexts(tokenizer, prompts)
+            memory["http"], waits = measure_http(
+                sides, texts, lambda text: len(tokenizer.encode(text, False)), arguments.repeats, figures, quiet
+            )
     facts |= {"model": sides.ours.name, "gguf": ", ".join(file.name for file in sides.files.values())}
     facts |= {"repeats": arguments.repeats, "sides": abouts, "peak_memory_bytes": memory, "first_text_s": waits}
     ceilings = {side: bandwidth / about["weight_bytes"] for side, about in abouts.items()}
-    facts["idle_afterwards"] = idle_share()
+    facts["discarded_as_disturbed"] = quiet.discarded
     facts["floor"] = {"read_bytes_per_s": bandwidth, "ceiling_tokens_per_s": ceilings}
     report.print_report(figures, facts)
     if arguments.json:

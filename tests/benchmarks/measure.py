@@ -7,10 +7,13 @@ import platform
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,16 +80,40 @@ def read_bandwidth_bytes_per_s(repeats: int = 7) -> float:
     return best
 
 
+def machine_ticks() -> tuple[int, int]:
+    """Clock ticks of all processors so far: busy (a hypervisor's other guests included) and in all."""
+    words = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(words) - words[3] - words[4], sum(words)
+
+
+def own_ticks() -> int:
+    """Clock ticks that this process and every live one below it have used so far."""
+    spent = 0
+    for pid in descendants(os.getpid()):
+        try:
+            fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        spent += int(fields[11]) + int(fields[12])
+    return spent
+
+
 def idle_share(seconds: float = 2.0) -> float:
     """Share of the processors that did nothing for a while: 1.0 on a quiet machine."""
-
-    def ticks() -> list[int]:
-        return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-
-    before = ticks()
+    busy, total = machine_ticks()
     time.sleep(seconds)
-    spent = [after - earlier for after, earlier in zip(ticks(), before, strict=True)]
-    return (spent[3] + spent[4]) / max(1, sum(spent[:8]))
+    busy_after, total_after = machine_ticks()
+    return 1 - (busy_after - busy) / max(1, total_after - total)
+
+
+def with_foreign_share(run: Callable[[], T]) -> tuple[T, float]:
+    """Result of `run`, and the share of the processors that somebody else used meanwhile."""
+    busy, total = machine_ticks()
+    own = own_ticks()
+    result = run()
+    busy_after, total_after = machine_ticks()
+    foreign = (busy_after - busy) - (own_ticks() - own)
+    return result, max(0, foreign) / max(1, total_after - total)
 
 
 def circumstances() -> dict[str, Any]:

@@ -46,8 +46,8 @@ class Figures:
 def print_report(figures: Figures, report: dict[str, Any]) -> None:
     """`report` is what `cpu_serving.main` collects around the figures."""
     print(f"\n{report['cpu']}, {report['threads']} threads, commit {report['commit']}, {report['date']}")
-    idle = f"{report['idle']:.0%} idle before, {report['idle_afterwards']:.0%} after"
-    print(f"model {report['model']} against {report['gguf']}; machine {idle}")
+    print(f"model {report['model']} against {report['gguf']}")
+    print(f"{report['discarded_as_disturbed']} measurements were disturbed by other programs and done again")
     for metric in figures.rates:
         print(f"\n{metric} (tokens/s, median and range of {report['repeats']})")
         for side, samples in figures.samples(metric).items():
