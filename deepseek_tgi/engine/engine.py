@@ -85,6 +85,7 @@ class Engine:
         budget = cache_budget(self._memory.available_bytes(), workspace, self._config)
         plan_cache(layout, limits, default_total, budget, self._config)
         before = self._memory.resident_bytes()
+        log.info("warm-up: running the largest step that may come, of %d tokens, to measure it", max_prefill_tokens)
         workspace = max(workspace, self._measure(worst_case(requests, positions), max_prefill_tokens))
         # What the step keeps (scratch buffers) is workspace; it is no longer free and must not count twice.
         kept = min(workspace, max(0, self._memory.resident_bytes() - before))
