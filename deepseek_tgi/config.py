@@ -74,7 +74,9 @@ class LauncherConfig:
     )
     block_size: int | None = _own(multiple_of(16, 4096), "tokens a KV block, a multiple of 16", "BLOCK_SIZE")
     kv_memory: int | None = _own(byte_size, "memory for the KV cache: auto or a size such as 4GiB", "KV_MEMORY")
-    kernels: str | None = _own(choice("auto", "native", "torch", "reference"), "auto, native, torch or reference", "KERNELS")
+    kernels: str | None = _own(
+        choice("auto", "native", "torch", "reference"), "auto, native, torch or reference", "KERNELS"
+    )
     num_threads: int | None = _own(integer(0, 4096), "CPU threads of a shard, 0 for what it may use", "NUM_THREADS")
 
     openai_reasons: str = _own(
