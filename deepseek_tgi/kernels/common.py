@@ -70,6 +70,24 @@ class PackedDense(ABC):
         """Rows `ids [T] int64` as `[T, K] float32`: a tied embedding reads the head's own storage."""
 
 
+class PlainDense(PackedDense):
+    """A weight kept as one tensor `[N, K]`; each implementation has a subclass, so that sets do not mix."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+        super().__init__(weight.shape[0], weight.shape[1], weight.nbytes)
+
+    def dense(self) -> torch.Tensor:
+        """See `PackedDense`."""
+        return self.weight.float()
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """See `PackedDense`."""
+        return self.weight[ids].float()
+
+
 def refuse(message: str) -> NoReturn:
     """Raise `GenerationError(message)`: a caller handed a kernel something it does not take."""
     raise GenerationError(message)

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_tgi.kernels.common import ComputeDtype, PackedDense, check_dense, check_linear, finish_linear
+from deepseek_tgi.kernels.common import ComputeDtype, PackedDense, PlainDense, check_dense, check_linear, finish_linear
 from deepseek_tgi.kernels.dense_linear import PackDense
 
 
-class TorchDense(PackedDense):
+class TorchDense(PlainDense):
     """A contiguous copy in bfloat16 or float32."""
 
-    __slots__ = ("weight",)
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
-        super().__init__(weight.shape[0], weight.shape[1], weight.nbytes)
-
-    def dense(self) -> torch.Tensor:
-        """The weight as stored, `[N, K] float32`."""
-        return self.weight.float()
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` as float32."""
-        return self.weight[ids].float()
+    __slots__ = ()
 
 
 def packer(compute_dtype: ComputeDtype) -> PackDense:

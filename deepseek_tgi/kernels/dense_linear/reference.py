@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_tgi.kernels.common import PackedDense, check_dense, check_linear, finish_linear
+from deepseek_tgi.kernels.common import PackedDense, PlainDense, check_dense, check_linear, finish_linear
 
 
-class ReferenceDense(PackedDense):
+class ReferenceDense(PlainDense):
     """A copy in the checkpoint's own dtype."""
 
-    __slots__ = ("weight",)
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
-        super().__init__(weight.shape[0], weight.shape[1], weight.nbytes)
-
-    def dense(self) -> torch.Tensor:
-        """The weight as `[N, K] float32`."""
-        return self.weight.float()
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` as float32."""
-        return self.weight[ids].float()
+    __slots__ = ()
 
 
 def pack_dense(weight: torch.Tensor) -> PackedDense:
