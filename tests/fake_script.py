@@ -26,14 +26,14 @@ class Script:
     """What a prompt yields: token texts one after the other, then end-of-sequence; without texts `w<n> ` for ever."""
 
     texts: list[str] | None = None
-    fail_at: int | None = None
+    lost_at: int | None = None
 
     @classmethod
     def parse(cls, prompt: str) -> Script:
-        """`say[a|b|c]` anywhere in the prompt gives the texts, `fail[3]` makes its third step fail."""
+        """`say[a|b|c]` in the prompt gives the texts; `lose[3]` has it given up in place of its third token."""
         said = re.search(r"say\[(.*?)\]", prompt, re.DOTALL)
-        fails = re.search(r"fail\[(\d+)\]", prompt)
-        return cls(said[1].split("|") if said else None, int(fails[1]) if fails else None)
+        lost = re.search(r"lose\[(\d+)\]", prompt)
+        return cls(said[1].split("|") if said else None, int(lost[1]) if lost else None)
 
 
 @dataclass

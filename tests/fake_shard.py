@@ -262,6 +262,8 @@ class FakeShard(TextGenerationServiceServicer):
 
     def _generation(self, r: Running) -> pb.Generation:
         n = len(r.made)
+        if r.script.lost_at == n + 1:
+            return self._given_up(r)
         texts = r.script.texts
         eos = texts is not None and n >= len(texts)
         text = EOS_TEXT if eos else texts[n] if texts is not None else f"w{n} "
@@ -293,6 +295,19 @@ class FakeShard(TextGenerationServiceServicer):
                 )
             )
         return generation
+
+    def _given_up(self, r: Running) -> pb.Generation:
+        """How a shard ends a request that it cannot go on with: an end token that has no logprob."""
+        r.ended = True
+        text, count = "".join(r.made), len(r.made) + 1
+        self.reported.add((r.request.id, count))
+        return pb.Generation(
+            request_id=r.request.id,
+            tokens=pb.Tokens(ids=[0], logprobs=[float("nan")], texts=[""], is_special=[True]),
+            generated_text=pb.GeneratedText(
+                text=text, generated_tokens=count, finish_reason=pb.FINISH_REASON_EOS_TOKEN
+            ),
+        )
 
     def _reason(self, r: Running, eos: bool) -> pb.FinishReason | None:
         stopping = r.request.stopping_parameters

@@ -7,7 +7,7 @@ from deepseek_tgi.engine.sequence import Sequence
 from deepseek_tgi.text.tokenizer import TextTokenizer
 
 NO_LOGPROB = float("nan")
-"""Becomes `null` on the HTTP side."""
+"""Our router makes an error of it; TGI's shows `null` on the HTTP side."""
 
 
 def take_token(

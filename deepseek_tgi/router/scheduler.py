@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -188,11 +189,14 @@ class Scheduler:
             if entry is None:
                 logger.error("the shard reported request %d, which is not in this batch", generation.request_id)
                 continue
-            if not entry.prefilled:
+            outcome = _outcome(generation)
+            if isinstance(outcome, ShardError):
+                self._liveness.suspect()
+            elif not entry.prefilled:
                 entry.prefilled = True
                 if self.blocks is not None and entry.allocation is not None:
                     self.blocks.commit(entry.allocation)
-            self._outbox.append((entry.mailbox, generation))
+            self._outbox.append((entry.mailbox, outcome))
             if generation.HasField("generated_text"):
                 self._release(entries.pop(entry.id))
         for entry in [entry for entry in entries.values() if entry.cancelled]:
@@ -261,3 +265,15 @@ class Scheduler:
         self._deliver()
         self._metrics.gauge("tgi_batch_current_size", 0)
         self._metrics.gauge("tgi_batch_current_max_tokens", 0)
+
+
+def _outcome(generation: pb.Generation) -> Delivery:
+    """The generation, or the error it stands for.
+
+    The wire has errors for whole steps only. So our shard ends a request that it must give up beside others by a token
+    without a logprob (NaN); TGI's router would pass that on as a success, and one without text.
+    """
+    logprobs = generation.tokens.logprobs
+    if generation.HasField("generated_text") and logprobs and math.isnan(logprobs[-1]):
+        return ShardError("the shard gave this request up and goes on with the others; its log says why")
+    return generation

@@ -196,6 +196,28 @@ async def test_a_filter_that_fails_ends_its_requests_and_nothing_else(tmp_path: 
         assert (await bench.post("/generate", body("next", 3))).status_code == 200
 
 
+async def test_a_request_the_shard_gives_up_is_an_error_and_its_neighbours_go_on(tmp_path: Path) -> None:
+    async with router_bench(tmp_path) as bench:
+        bench.shard.gate.clear()
+        tasks = await held(bench, body("one lose[3]", 9), body("two", 9))
+        bench.shard.gate.set()
+        lost, other = await asyncio.gather(*tasks)
+        assert (lost.status_code, lost.json()["error_type"]) == (424, "generation")
+        assert lost.json()["error"].startswith("Request failed during generation: Server error: the shard gave this")
+        assert other.json()["generated_text"] == "".join(f"w{n} " for n in range(9))
+        streamed = await bench.post("/generate_stream", body("one lose[2]", 9))
+        events = [line for line in streamed.text.splitlines() if line]
+        assert len(events) == 2
+        assert '"error_type":"generation"' in events[1]
+
+
+async def test_a_prompt_given_up_at_its_first_token_is_not_reused(tmp_path: Path) -> None:
+    async with router_bench(tmp_path) as bench:
+        prompt = "lose[1]" + "x" * 40
+        assert [(await bench.post("/generate", body(prompt))).status_code for _ in range(2)] == [424, 424]
+        assert [r.cache_len for r in bench.shard.requests] == [0, 0]
+
+
 async def test_finished_requests_are_filtered_out(tmp_path: Path) -> None:
     async with router_bench(tmp_path) as bench:
         bench.shard.gate.clear()
