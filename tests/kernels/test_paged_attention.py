@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -161,6 +162,17 @@ def test_the_next_step_is_not_run_with_the_last_ones_operands(native: KernelSet)
         assert not out.isnan().any()
         outputs.append(out)
     assert not torch.equal(*outputs)
+
+
+def test_operands_checked_against_one_pool_are_checked_again_for_a_smaller_one(native: KernelSet) -> None:
+    case = make_case(native, GEOMETRIES[0], ([1], [200]), KVMode.FLOAT32)
+    smaller = KVPool(case.pool.layout, 2)
+    qkv, out = torch.linspace(-1, 1, 15 * 64).unsqueeze(0), torch.empty(1, 9, 64)
+    q, k, v = (qkv[:, a:b].view(1, -1, 64) for a, b in ((0, 576), (576, 768), (768, 960)))
+    cos_sin, inputs = torch.ones(400, 64), replace(case.inputs, slots=torch.tensor([40]))
+    for pool, refused in ((case.pool, False), (smaller, True)):
+        with pytest.raises(GenerationError, match="slot 40, expected below 32") if refused else nullcontext():
+            native.qkv_attention(q, k, v, pool.view(1), inputs, cos_sin=cos_sin, scale=1.0, out=out)
 
 
 def test_a_block_table_that_is_too_short_is_refused(kernels: KernelSet) -> None:

@@ -22,6 +22,7 @@ class _Bound:
 
     operands: tuple[torch.Tensor, ...]
     inputs: ForwardInputs
+    page_shape: torch.Size
     scale: float
     struct: AttentionCall
     address: int
@@ -54,6 +55,7 @@ class QkvAttentionOp:
         if (
             bound is None
             or bound.inputs is not inputs
+            or bound.page_shape != pages.k.shape  # slots were checked against another pool
             or bound.scale != scale
             or any(a is not b for a, b in zip(bound.operands, (q, k, v, out, cos_sin), strict=True))
         ):
@@ -83,7 +85,9 @@ class QkvAttentionOp:
             self._num_threads, scale,
         )  # fmt: skip
         handle = self._library.handle(2 * q.numel() * inputs.max_context)
-        return _Bound(operands, inputs, scale, struct, ctypes.addressof(struct), handle.dstgi_qkv_attention)
+        return _Bound(
+            operands, inputs, pages.k.shape, scale, struct, ctypes.addressof(struct), handle.dstgi_qkv_attention
+        )
 
 
 def _check(operands: tuple[torch.Tensor, ...], pages: LayerPages, inputs: ForwardInputs) -> None:
