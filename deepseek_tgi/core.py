@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 HEALTH_REQUEST_ID = 2**64 - 1
-"""Request and batch id of the router's liveness Prefill (TGI contract: block 0, slots 0..block_size-1)."""
+"""Request and batch id of the router's liveness Prefill (TGI contract: block 0, slot 0)."""
 
 
 class GrammarType(Enum):

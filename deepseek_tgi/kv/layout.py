@@ -16,7 +16,7 @@ from deepseek_tgi.errors import ConfigError
 
 PAGE_ALIGNMENT_BYTES = 4096
 MIN_BLOCK_SIZE = 16
-"""The router's liveness request writes slots 0..15 of block 0 (TGI contract), so a block holds at least 16."""
+"""Kernels work through a page in runs of 16 positions; TGI's own paged layout has blocks of 16 as well."""
 
 
 class KVMode(Enum):
@@ -76,7 +76,7 @@ class KVLayout:
         if self.block_size < MIN_BLOCK_SIZE or self.block_size % MIN_BLOCK_SIZE:
             raise ConfigError(
                 f"block_size: got {self.block_size}, expected a multiple of {MIN_BLOCK_SIZE} "
-                f"(the router's health request writes slots 0 to {MIN_BLOCK_SIZE - 1} of block 0)"
+                "(kernels work through a block in runs of as many tokens)"
             )
 
     def sections(self, layer: int) -> tuple[Section, ...]:

@@ -123,7 +123,9 @@ def test_other_packages_speak_up_only_to_warn(capture: Capture) -> None:
     assert [line.rpartition(" ")[2] for line in lines()] == ["trouble"]
 
 
-def test_a_reader_that_left_is_no_error(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_left_is_no_error(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     capture("shard")
 
     def broken(_fd: int, _data: bytes) -> int:
@@ -131,3 +133,4 @@ def test_a_reader_that_left_is_no_error(capture: Capture, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "write", broken)
     logger.info("nobody listens")
+    assert capsys.readouterr().err == "", "logging prints what a handler lets through instead of raising it"
