@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from deepseek_tgi.core import ForwardInputs
-    from deepseek_tgi.kv.layout import KVLayout
+    from deepseek_tgi.kv.layout import CacheLayout
     from deepseek_tgi.kv.pool import KVPool
     from deepseek_tgi.text.tokenizer import TextTokenizer
 
@@ -93,7 +93,7 @@ class ModelAdapter(ABC):
 
     @property
     @abstractmethod
-    def kv_layout(self) -> KVLayout:
+    def kv_layout(self) -> CacheLayout:
         """How this rank's cache lies in memory."""
 
     @abstractmethod

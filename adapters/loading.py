@@ -41,7 +41,8 @@ def load_decoder(config: ModelConfig, checkpoint: Checkpoint, source: WeightSour
     norm = source.norm("model.norm", config.hidden_size, config.rms_norm_eps)
     table, matrix = _load_ends(config, source)
     head = Head(norm, matrix, config.vocab_size)
-    rope = RopeTable(config.rope, config.attention.head_dim, config.max_position_embeddings, device)
+    rope = RopeTable(config.rope, config.rope_dim, config.max_position_embeddings, device)
+    checkpoint.skip(_extra_layers(config, checkpoint), "layers that predict further tokens")
     checkpoint.finish()
     _give_back(checkpoint)
     decoder = Decoder(DecoderWeights(table, parts, head, rope), source.kernels, device)
@@ -61,6 +62,13 @@ def _load_ends(config: ModelConfig, source: WeightSource) -> tuple[torch.Tensor 
         assert isinstance(head, DenseLinear), "a tied head is the dense embedding"
         return head.weight, head
     return source.table(EMBEDDING, HEAD, config), head
+
+
+def _extra_layers(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
+    """Tensors of the layers behind the model's own (multi-token prediction); the model answers without them."""
+    first, last = config.num_hidden_layers, config.num_hidden_layers + config.num_extra_layers
+    prefixes = tuple(f"model.layers.{index}." for index in range(first, last))
+    return [name for name in checkpoint.names() if prefixes and name.startswith(prefixes)]
 
 
 def _give_back(checkpoint: Checkpoint) -> None:

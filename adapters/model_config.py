@@ -11,15 +11,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from deepseek_tgi.adapters.deepseek_config import read_deepseek
 from deepseek_tgi.adapters.json_fields import Fields, read_json
+from deepseek_tgi.adapters.part_specs import (
+    Attention,
+    GatedMlp,
+    GroupedQueryAttention,
+    LatentAttention,
+    MixtureOfExperts,
+)
 from deepseek_tgi.adapters.quant_settings import QuantSettings, read_quant_settings
 from deepseek_tgi.adapters.rope_config import RopeConfig, RopeKind, read_rope
 from deepseek_tgi.errors import CheckpointError, UnsupportedModelError
 
 __all__ = [
     "FAMILIES",
+    "Attention",
     "GatedMlp",
     "GroupedQueryAttention",
+    "LatentAttention",
+    "MixtureOfExperts",
     "ModelConfig",
     "RopeConfig",
     "RopeKind",
@@ -29,38 +40,12 @@ __all__ = [
 ]
 
 _DTYPES = frozenset({"float32", "float16", "bfloat16"})
-_NOT_YET = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4"})
+_MISSING = {
+    "deepseek_v32": "its sparse attention (the indexer that picks the tokens to attend to)",
+    "deepseek_v4": "its compressed attention and hyper-connections",
+}
+"""Families known by name, and what they need that is not here."""
 _SILU = frozenset({"silu", "swish"})
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedQueryAttention:
-    """Attention with one K/V head for each group of query heads. `qk_norm`: RMS norm of each head before rope."""
-
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    qkv_bias: bool
-    output_bias: bool
-    qk_norm: bool
-
-    @property
-    def q_width(self) -> int:
-        """Columns of all query heads together."""
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Columns of all key heads together (the value heads have as many)."""
-        return self.num_key_value_heads * self.head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class GatedMlp:
-    """`down(silu(gate(x)) * up(x))`."""
-
-    intermediate_size: int
-    bias: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +53,8 @@ class ModelConfig:
     """What the model is, from `config.json` alone; no tensor has been looked at.
 
     `dtype` is the stored name or None; `quantization` is what the file declares, already refused if it cannot be read.
-    `folder` is where the checkpoint lies.
+    `folder` is where the checkpoint lies. `experts` is None for a dense model; `num_extra_layers` are stored behind the
+    model's own layers to predict further tokens and are not loaded.
     """
 
     folder: Path
@@ -79,14 +65,22 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    attention: GroupedQueryAttention
+    attention: Attention
     mlp: GatedMlp
+    experts: MixtureOfExperts | None
+    num_extra_layers: int
     rope: RopeConfig
     dtype: str | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     quantization: QuantSettings
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        spec = self.attention
+        return spec.qk_rope_head_dim if isinstance(spec, LatentAttention) else spec.head_dim
 
     def with_rope(self, kind: str, factor: float) -> ModelConfig:
         """The config under TGI's rope overrides."""
@@ -108,14 +102,14 @@ def parse_model_config(fields: Fields, folder: Path) -> ModelConfig:
     """Build the checked config from an already parsed `config.json`."""
     model_type = fields.text("model_type")
     if model_type not in FAMILIES:
-        note = " (not yet)" if model_type in _NOT_YET else ""
+        note = f": {_MISSING[model_type]} is missing here" if model_type in _MISSING else ""
         raise UnsupportedModelError(
             f"{fields.source}: model_type {model_type!r} is not implemented{note}; supported are {', '.join(FAMILIES)}"
         )
     activation = fields.text("hidden_act", default="silu")
     if activation not in _SILU:
         raise UnsupportedModelError(f"{fields.source}: hidden_act is {activation!r}; only silu is implemented")
-    attention, mlp = FAMILIES[model_type](fields)
+    attention, mlp, experts = FAMILIES[model_type](fields)
     max_positions = fields.integer("max_position_embeddings")
     quantization = fields.section("quantization_config") or fields.section("compression_config")
     return ModelConfig(
@@ -129,6 +123,8 @@ def parse_model_config(fields: Fields, folder: Path) -> ModelConfig:
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         attention=attention,
         mlp=mlp,
+        experts=experts,
+        num_extra_layers=fields.integer("num_nextn_predict_layers", default=0, low=0, high=64),
         rope=read_rope(fields, max_positions),
         dtype=_read_dtype(fields),
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
@@ -197,26 +193,31 @@ def _refuse_sliding_window(fields: Fields) -> None:
         )
 
 
-def _read_llama(fields: Fields) -> tuple[GroupedQueryAttention, GatedMlp]:
+Parts = tuple[Attention, GatedMlp, MixtureOfExperts | None]
+
+
+def _read_llama(fields: Fields) -> Parts:
     bias = fields.flag("attention_bias", default=False)
-    return _read_attention(fields, bias, bias), _read_mlp(fields, fields.flag("mlp_bias", default=False))
+    return _read_attention(fields, bias, bias), _read_mlp(fields, fields.flag("mlp_bias", default=False)), None
 
 
-def _read_qwen2(fields: Fields) -> tuple[GroupedQueryAttention, GatedMlp]:
+def _read_qwen2(fields: Fields) -> Parts:
     _refuse_sliding_window(fields)
-    return _read_attention(fields, qkv_bias=True, output_bias=False), _read_mlp(fields)
+    return _read_attention(fields, qkv_bias=True, output_bias=False), _read_mlp(fields), None
 
 
-def _read_qwen3(fields: Fields) -> tuple[GroupedQueryAttention, GatedMlp]:
+def _read_qwen3(fields: Fields) -> Parts:
     _refuse_sliding_window(fields)
     bias = fields.flag("attention_bias", default=False)
     # Upstream's qwen3 does not derive a head size that is not given: it is 128.
-    return _read_attention(fields, bias, bias, qk_norm=True, head_dim_default=128), _read_mlp(fields)
+    return _read_attention(fields, bias, bias, qk_norm=True, head_dim_default=128), _read_mlp(fields), None
 
 
-FAMILIES: Mapping[str, Callable[[Fields], tuple[GroupedQueryAttention, GatedMlp]]] = {
+FAMILIES: Mapping[str, Callable[[Fields], Parts]] = {
     "llama": _read_llama,
     "qwen2": _read_qwen2,
     "qwen3": _read_qwen3,
+    "deepseek_v2": lambda fields: read_deepseek(fields, 2),
+    "deepseek_v3": lambda fields: read_deepseek(fields, 3),
 }
 """Reader of the parts of each implemented `model_type`."""

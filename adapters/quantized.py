@@ -13,14 +13,14 @@ from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.dtypes import resolve_compute_dtype, resolve_kv_mode
 from deepseek_tgi.adapters.hub import resolve_folder
 from deepseek_tgi.adapters.loading import load_decoder
-from deepseek_tgi.adapters.model_config import ModelConfig, read_model_config
+from deepseek_tgi.adapters.model_config import LatentAttention, ModelConfig, read_model_config
 from deepseek_tgi.adapters.models.decoder import Decoder
 from deepseek_tgi.adapters.quantization import resolve
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.kernels.select import KernelSet, select_kernels
-from deepseek_tgi.kv.layout import KVLayout, KVMode
+from deepseek_tgi.kv.layout import PER_HEAD_MODES, CacheLayout, KVLayout, KVMode, LatentLayout
 from deepseek_tgi.kv.pool import KVPool
 from deepseek_tgi.text.tokenizer import TextTokenizer
 
@@ -33,7 +33,7 @@ class QuantizedModelAdapter(ModelAdapter):
     The residual stream, norms, softmax and logits are float32 whatever the compute dtype. Takes one step at a time.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: TextTokenizer, info: ModelInfo, layout: KVLayout) -> None:
+    def __init__(self, decoder: Decoder, tokenizer: TextTokenizer, info: ModelInfo, layout: CacheLayout) -> None:
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._info = info
@@ -53,7 +53,7 @@ class QuantizedModelAdapter(ModelAdapter):
         folder = resolve_folder(model_id, revision)
         config = _with_overrides(read_model_config(folder), options)
         compute = resolve_compute_dtype(options.dtype)
-        layout = _kv_layout(config, resolve_kv_mode(options.kv_cache_dtype, compute), options.block_size)
+        layout = cache_layout(config, resolve_kv_mode(options.kv_cache_dtype, compute), options.block_size)
         tokenizer = _load_tokenizer(folder, config)
         checkpoint = Checkpoint(folder)
         plan = resolve(config, checkpoint)
@@ -82,13 +82,13 @@ class QuantizedModelAdapter(ModelAdapter):
         return self._eos_token_ids
 
     @property
-    def kv_layout(self) -> KVLayout:
+    def kv_layout(self) -> CacheLayout:
         """See `ModelAdapter`."""
         return self._layout
 
     def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
         """See `ModelAdapter`; the logits belong to the caller."""
-        return self._decoder.step(inputs, [pool.view(layer) for layer in range(self._layout.num_layers)])
+        return self._decoder.step(inputs, [pool.pages(layer) for layer in range(self._layout.num_layers)])
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """See `ModelAdapter`. Raises `RequestError` for a mask or ids that do not fit."""
@@ -122,8 +122,14 @@ def _with_overrides(config: ModelConfig, options: LoadOptions) -> ModelConfig:
     return config
 
 
-def _kv_layout(config: ModelConfig, mode: KVMode, block_size: int) -> KVLayout:
+def cache_layout(config: ModelConfig, mode: KVMode, block_size: int) -> CacheLayout:
+    """How the cache of `config` lies in memory. Raises `ConfigError` for a format that its kind of cache has not."""
     spec = config.attention
+    if isinstance(spec, LatentAttention):
+        return LatentLayout(config.num_hidden_layers, spec.kv_lora_rank, spec.qk_rope_head_dim, mode, block_size)
+    if mode not in PER_HEAD_MODES:
+        known = ", ".join(each.value for each in PER_HEAD_MODES)
+        raise ConfigError(f"kv_cache_dtype: got {mode.value}, expected one of {known} for {config.model_type}")
     return KVLayout(config.num_hidden_layers, spec.num_key_value_heads, spec.head_dim, spec.head_dim, mode, block_size)
 
 

@@ -16,6 +16,8 @@ from deepseek_tgi.adapters.layers.linear import DenseLinear, Int4Linear, Linear,
 from deepseek_tgi.adapters.layers.norm import RmsNorm
 from deepseek_tgi.adapters.model_config import ModelConfig
 from deepseek_tgi.adapters.quantization import QuantPlan
+from deepseek_tgi.kernels.common import PackedDense, PackedInt4
+from deepseek_tgi.kernels.route import GroupRank, Routing
 from deepseek_tgi.kernels.select import KernelSet
 
 
@@ -30,12 +32,20 @@ class WeightSource:
         self.formats: Counter[str] = Counter()
         self._plan = plan
 
-    def linear(self, names: Sequence[str], widths: Sequence[int], in_features: int, bias: bool) -> Linear:
+    def linear(
+        self,
+        names: Sequence[str],
+        widths: Sequence[int],
+        in_features: int,
+        bias: bool,
+        rows: Sequence[torch.Tensor | None] = (),
+    ) -> Linear:
         """Modules `names`, of `widths` outputs each, fused along the outputs in the order given.
 
+        `rows`, one for each module, is the order in which its outputs are taken (None: as stored).
         Raises: `CheckpointError` for a tensor that is missing or of another shape, naming it.
         """
-        weights = self._read(names, widths, in_features, bias)
+        weights = self._read(names, widths, in_features, bias, rows)
         return (
             self._pack(weights[0]) if len(weights) == 1 else SplitLinear(self.kernels, [self._pack(w) for w in weights])
         )
@@ -55,11 +65,37 @@ class WeightSource:
         shape = (config.vocab_size, config.hidden_size)
         return self._plan.embedding(embedding, head, shape, config.tie_word_embeddings).clone()
 
+    def packed(self, names: Sequence[str], widths: Sequence[int], in_features: int) -> PackedInt4 | PackedDense:
+        """Modules `names` without bias, fused, as the kernels hold them; dense if they are stored too differently."""
+        weights = self._read(names, widths, in_features, False)
+        if len(weights) > 1:
+            weights = [DenseWeight.cat([DenseWeight(w.dequantise()) for w in weights])]
+        return self._pack(weights[0]).weight
+
+    def dense(self, name: str, out_features: int, in_features: int) -> torch.Tensor:
+        """Module `name` as `[N, K] float32`, whatever its stored form."""
+        return self._read((name,), (out_features,), in_features, False)[0].dequantise()
+
+    def correction_bias(self, gate: str, routing: Routing) -> torch.Tensor | None:
+        """The bias `[E] float32` that V3 adds to scores when it chooses experts."""
+        if routing.group_rank is not GroupRank.BEST_TWO:
+            return None
+        name = f"{gate}.e_score_correction_bias"
+        return self._plan.tensor(name, (routing.num_experts,)).to(torch.float32, copy=True)
+
     def _read(
-        self, names: Sequence[str], widths: Sequence[int], in_features: int, bias: bool
+        self,
+        names: Sequence[str],
+        widths: Sequence[int],
+        in_features: int,
+        bias: bool,
+        rows: Sequence[torch.Tensor | None] = (),
     ) -> Sequence[Int4Weight | DenseWeight]:
         """The modules as one weight, or one each where they are stored too differently to fuse."""
         weights = [self._plan.linear(n, w, in_features, bias) for n, w in zip(names, widths, strict=True)]
+        for index, order in enumerate(rows):
+            if order is not None:
+                weights[index] = weights[index].reordered(order)
         self.formats.update("int4" if isinstance(w, Int4Weight) else "dense" for w in weights)
         int4 = [w for w in weights if isinstance(w, Int4Weight)]
         dense = [w for w in weights if isinstance(w, DenseWeight)]

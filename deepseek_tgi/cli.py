@@ -183,8 +183,9 @@ def _info(argv: list[str]) -> int:
 
 def _print_model_plan(config: LauncherConfig) -> None:
     from deepseek_tgi.adapters.hub import resolve_folder
-    from deepseek_tgi.adapters.model_config import read_model_config
-    from deepseek_tgi.kv.layout import KVLayout, KVMode
+    from deepseek_tgi.adapters.model_config import GroupedQueryAttention, read_model_config
+    from deepseek_tgi.adapters.quantized import cache_layout
+    from deepseek_tgi.kv.layout import PER_HEAD_MODES, KVMode
 
     folder = resolve_folder(config.model_id, config.revision)
     model = read_model_config(folder)
@@ -192,9 +193,8 @@ def _print_model_plan(config: LauncherConfig) -> None:
     print(f"\n{'model folder':<32} {folder}\n{'model type':<32} {model.model_type}")
     shown = f"{weights} bytes ({weights / 2**20:.1f} MiB)" if weights else "none in this folder"
     print(f"{'weights':<32} {shown}")
-    heads, width = model.attention.num_key_value_heads, model.attention.head_dim
-    for mode in KVMode:
-        layout = KVLayout(model.num_hidden_layers, heads, width, width, mode, config.block_size or 16)
+    for mode in PER_HEAD_MODES if isinstance(model.attention, GroupedQueryAttention) else KVMode:
+        layout = cache_layout(model, mode, config.block_size or 16)
         per_gib = layout.num_blocks_in(2**30) * layout.block_size
         print(f"{'KV cache ' + mode.value:<32} {layout.bytes_per_token} bytes a token ({per_gib} tokens in 1 GiB)")
 

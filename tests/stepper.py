@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,7 +38,7 @@ class Stepper:
         """`mode` replaces the number format of the adapter's own layout."""
         layout = adapter.kv_layout
         self.adapter = adapter
-        self.pool = KVPool(layout if mode is None else replace(layout, mode=mode), num_blocks)
+        self.pool = KVPool(layout if mode is None else layout.with_mode(mode), num_blocks)
         self._free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self._free)
 

@@ -21,7 +21,7 @@ from scripted_texts import read_script
 from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter, ModelInfo
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.core import ForwardInputs
-from deepseek_tgi.kv.layout import KVLayout, KVMode
+from deepseek_tgi.kv.layout import CacheLayout, KVLayout, KVMode
 from deepseek_tgi.text.tokenizer import TextTokenizer
 
 
@@ -36,7 +36,7 @@ def describe(inputs: ForwardInputs) -> dict[str, Any]:
     }
 
 
-def stored_digests(pool: Any, layout: KVLayout, slots: Sequence[int]) -> list[str]:
+def stored_digests(pool: Any, layout: CacheLayout, slots: Sequence[int]) -> list[str]:
     """One digest a slot, over the bytes that the pool holds for it in all layers, scales included."""
     blocks = torch.tensor(slots) // layout.block_size
     offsets = torch.tensor(slots) % layout.block_size
@@ -78,7 +78,7 @@ class WatchedAdapter(ModelAdapter):
         return self._inner.eos_token_ids
 
     @property
-    def kv_layout(self) -> KVLayout:
+    def kv_layout(self) -> CacheLayout:
         return self._inner.kv_layout
 
     def step(self, inputs: ForwardInputs, pool: Any) -> torch.Tensor:

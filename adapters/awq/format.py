@@ -141,6 +141,11 @@ class Int4Weight:
         values = groups.sub_(self.zeros.unsqueeze(-1)).mul_(self.scales.to(torch.float32).unsqueeze(-1))
         return values.view(self.out_features, self.in_features)
 
+    def reordered(self, rows: torch.Tensor) -> Int4Weight:
+        """The layer with its outputs in the order `rows [N] int64`."""
+        bias = None if self.bias is None else self.bias[rows]
+        return Int4Weight(self.codes[rows], self.zeros[rows], self.scales[rows], self.group_size, bias)
+
     @staticmethod
     def can_cat(parts: Sequence[Int4Weight | DenseWeight]) -> bool:
         """True if `cat` may fuse the parts: all 4-bit, same input side, same group size."""
@@ -186,6 +191,10 @@ class DenseWeight:
     def dequantise(self) -> torch.Tensor:
         """The weight as `[N, K] float32`."""
         return self.weight.to(torch.float32)
+
+    def reordered(self, rows: torch.Tensor) -> DenseWeight:
+        """The layer with its outputs in the order `rows [N] int64`."""
+        return DenseWeight(self.weight[rows], None if self.bias is None else self.bias[rows])
 
     @staticmethod
     def cat(parts: Sequence[DenseWeight]) -> DenseWeight:

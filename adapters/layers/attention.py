@@ -42,6 +42,7 @@ class Attention(Part):
     def load(cls, source: WeightSource, name: str, norm: str, config: ModelConfig, layer: int) -> Attention:
         """Read module `name` (for example `model.layers.0.self_attn`) and the norm before it."""
         spec, hidden, eps = config.attention, config.hidden_size, config.rms_norm_eps
+        assert isinstance(spec, GroupedQueryAttention), "the family's reader gives grouped heads"
         names = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
         widths = (spec.q_width, spec.kv_width, spec.kv_width)
         weights = AttentionWeights(
@@ -85,7 +86,7 @@ class Attention(Part):
         weights = self._weights
         weights.qkv.after_norm(hidden, weights.norm, normed, qkv)
         self._attend(
-            q, k, v, step.pages[self._layer], step.inputs,
+            q, k, v, step.head_pages(self._layer), step.inputs,
             cos_sin=step.cos_sin, scale=self._scale, out=context, head_norms=weights.head_norms,
         )  # fmt: skip
         weights.output(context_rows, hidden, hidden)

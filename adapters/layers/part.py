@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deepseek_tgi.core import ForwardInputs
-from deepseek_tgi.kernels.pages import LayerPages
+from deepseek_tgi.kernels.pages import LatentPages, LayerPages, Pages
 
 ALIGNMENT_FLOATS = 16
 """Buffers start on 64-byte lines."""
@@ -26,8 +26,20 @@ class StepContext:
     """What every part of one step sees. `pages[i]` belongs to layer i; `cos_sin [P, D] float32` covers the step."""
 
     inputs: ForwardInputs
-    pages: Sequence[LayerPages]
+    pages: Sequence[Pages]
     cos_sin: torch.Tensor
+
+    def head_pages(self, layer: int) -> LayerPages:
+        """The keys and values of `layer`."""
+        pages = self.pages[layer]
+        assert isinstance(pages, LayerPages), "the adapter's layout follows its attention"
+        return pages
+
+    def latent_pages(self, layer: int) -> LatentPages:
+        """The latents of `layer`."""
+        pages = self.pages[layer]
+        assert isinstance(pages, LatentPages), "the adapter's layout follows its attention"
+        return pages
 
 
 class Part(ABC):

@@ -81,6 +81,16 @@ def attention_factor(config: RopeConfig) -> float:
     return yarn_mscale(config.factor, 1.0)
 
 
+def softmax_factor(config: RopeConfig) -> float:
+    """What the softmax scale of latent attention is multiplied by under yarn: the square of `mscale_all_dim`'s mscale.
+
+    Source: the attention of DeepSeek's published model files.
+    """
+    if config.kind is not RopeKind.YARN or not config.mscale_all_dim:
+        return 1.0
+    return yarn_mscale(config.factor, config.mscale_all_dim) ** 2
+
+
 def yarn_mscale(factor: float, mscale: float) -> float:
     """`0.1 mscale ln(factor) + 1`, or 1 where nothing is stretched."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -13,7 +13,7 @@ from deepseek_tgi.adapters.layers.part import Part, StepContext
 from deepseek_tgi.adapters.layers.rope import RopeTable
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import PackedDense
-from deepseek_tgi.kernels.pages import LayerPages
+from deepseek_tgi.kernels.pages import Pages
 from deepseek_tgi.kernels.select import KernelSet
 
 Buffers = tuple[torch.Tensor, ...]
@@ -98,7 +98,7 @@ class Decoder:
             floats += num_tokens * 3 * scratch + num_logit_rows * 2 * head.vocab_size + TORCH_TILE_FLOATS
         return 4 * floats
 
-    def step(self, inputs: ForwardInputs, pages: Sequence[LayerPages]) -> torch.Tensor:
+    def step(self, inputs: ForwardInputs, pages: Sequence[Pages]) -> torch.Tensor:
         """Raw logits `[R, V] float32` of `inputs.logit_rows`; K/V of all tokens is written to `pages`."""
         weights = self._weights
         hidden = self._embedding(inputs.input_ids, weights.table)  # [T, H], the residual stream

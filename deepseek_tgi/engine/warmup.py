@@ -16,7 +16,7 @@ from deepseek_tgi.engine.batch import MAX_PROMPT_LOGIT_ROWS
 from deepseek_tgi.engine.config import EngineConfig, WarmupResult
 from deepseek_tgi.engine.intake import FIRST_BLOCK, blocks_for
 from deepseek_tgi.errors import ConfigError, ResourceError
-from deepseek_tgi.kv.layout import KVLayout
+from deepseek_tgi.kv.layout import CacheLayout
 
 ADVICE = (
     "lower --max-batch-prefill-tokens or --max-total-tokens, give more memory, set DEEPSEEK_TGI_KV_MEMORY, "
@@ -64,7 +64,9 @@ class Plan:
     result: WarmupResult
 
 
-def plan_cache(layout: KVLayout, limits: Limits, max_positions: int, budget_bytes: int, config: EngineConfig) -> Plan:
+def plan_cache(
+    layout: CacheLayout, limits: Limits, max_positions: int, budget_bytes: int, config: EngineConfig
+) -> Plan:
     """Blocks that fit in `budget_bytes`, and limits that they can keep.
 
     Raises: `ResourceError` with the needed and the available amounts if the router's demands do not fit: every prompt

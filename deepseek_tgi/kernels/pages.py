@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's part of every page; a view of memory that `KVPool` owns.
+    """One layer's keys and values in every page; a view of memory that `KVPool` owns.
 
     Shapes: `k [P, G, S, Dk]`, `v [P, G, S, Dv]` of `dtype` (uint8 when quantised), `k_scale`/`v_scale [P, G, S, 2]`
     float16 (scale, then zero) or None. The page axis has the stride of a whole page; the others are dense.
@@ -33,3 +33,40 @@ class LayerPages:
     def num_slots(self) -> int:
         """Slots in the pool; a slot at or above this is refused."""
         return int(self.k.shape[0]) * self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPages:
+    """One layer's latents and rotary keys in every page; a view of memory that `KVPool` owns.
+
+    Shapes: `latent [P, S, R]` (uint8 when quantised; `[P, S, R/2]` for INT4, two elements a byte), `rope [P, S, Dr]`,
+    `scale [P, S, R/g] float16` or None. `mode` is the `KVMode` value. The page axis has the stride of a whole page; the
+    others are dense.
+    """
+
+    latent: torch.Tensor
+    rope: torch.Tensor
+    scale: torch.Tensor | None
+    mode: str
+    rank: int
+    block_size: int
+    native: list[Any] = field(default_factory=list, compare=False, repr=False)
+    """What the native kernels derived from this view, once."""
+
+    @property
+    def rope_dim(self) -> int:
+        """Width of the rotary key."""
+        return int(self.rope.shape[2])
+
+    @property
+    def group(self) -> int:
+        """Elements of the latent that share a scale; the rank when there is none."""
+        return self.rank if self.scale is None else self.rank // int(self.scale.shape[2])
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in the pool; a slot at or above this is refused."""
+        return int(self.latent.shape[0]) * self.block_size
+
+
+Pages = LayerPages | LatentPages

@@ -14,10 +14,14 @@ from deepseek_tgi.kernels.dense_linear import DenseLinear, PackDense
 from deepseek_tgi.kernels.embedding import Embedding
 from deepseek_tgi.kernels.int4_linear import Int4Linear, NormInt4Linear, PackInt4, SiluInt4Linear
 from deepseek_tgi.kernels.kv_write import KvWrite
+from deepseek_tgi.kernels.latent_attention import LatentAttention, PackUp
+from deepseek_tgi.kernels.latent_write import LatentWrite
+from deepseek_tgi.kernels.moe import Moe, PackExperts
 from deepseek_tgi.kernels.paged_attention import PagedAttention
 from deepseek_tgi.kernels.qkv_attention import QkvAttention
 from deepseek_tgi.kernels.rms_norm import RmsNorm
 from deepseek_tgi.kernels.rope import Rope
+from deepseek_tgi.kernels.route import Route
 from deepseek_tgi.kernels.silu_mul import SiluMul
 from deepseek_tgi.kernels.threads import torch_threads, usable_threads
 
@@ -53,6 +57,12 @@ class KernelSet:
     paged_attention: PagedAttention
     qkv_attention: QkvAttention
     embedding: Embedding
+    latent_write: LatentWrite
+    pack_up: PackUp
+    latent_attention: LatentAttention
+    route: Route
+    pack_experts: PackExperts
+    moe: Moe
 
 
 def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> KernelSet:
@@ -61,10 +71,15 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
     from deepseek_tgi.kernels.int4_linear import fused
     from deepseek_tgi.kernels.int4_linear import reference as int4
     from deepseek_tgi.kernels.kv_write import reference as kv
+    from deepseek_tgi.kernels.latent_attention import cpu as latent
+    from deepseek_tgi.kernels.latent_write import cpu as latent_kv
+    from deepseek_tgi.kernels.moe import PackedExperts
+    from deepseek_tgi.kernels.moe.grouped import GroupedMoe
     from deepseek_tgi.kernels.paged_attention import reference as attention
     from deepseek_tgi.kernels.qkv_attention.composed import ComposedQkvAttention
     from deepseek_tgi.kernels.rms_norm import reference as norm
     from deepseek_tgi.kernels.rope import reference as rope
+    from deepseek_tgi.kernels.route import cpu as routing
     from deepseek_tgi.kernels.silu_mul import reference as silu
 
     return KernelSet(
@@ -85,6 +100,12 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
         paged_attention=attention.paged_attention,
         qkv_attention=ComposedQkvAttention(norm.rms_norm, rope.rope, kv.kv_write, attention.paged_attention),
         embedding=embedding.embedding,
+        latent_write=latent_kv.latent_write,
+        pack_up=latent.TorchUp,
+        latent_attention=latent.latent_attention,
+        route=routing.route,
+        pack_experts=PackedExperts,
+        moe=GroupedMoe(int4.int4_linear, dense.dense_linear, silu.silu_mul),
     )
 
 
@@ -94,10 +115,15 @@ def _torch(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Kernel
     from deepseek_tgi.kernels.int4_linear import cpu as int4
     from deepseek_tgi.kernels.int4_linear import fused
     from deepseek_tgi.kernels.kv_write import cpu as kv
+    from deepseek_tgi.kernels.latent_attention import cpu as latent
+    from deepseek_tgi.kernels.latent_write import cpu as latent_kv
+    from deepseek_tgi.kernels.moe import PackedExperts
+    from deepseek_tgi.kernels.moe.grouped import GroupedMoe
     from deepseek_tgi.kernels.paged_attention import cpu as attention
     from deepseek_tgi.kernels.qkv_attention.composed import ComposedQkvAttention
     from deepseek_tgi.kernels.rms_norm import cpu as norm
     from deepseek_tgi.kernels.rope import cpu as rope
+    from deepseek_tgi.kernels.route import cpu as routing
     from deepseek_tgi.kernels.silu_mul import cpu as silu
 
     return KernelSet(
@@ -118,6 +144,12 @@ def _torch(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Kernel
         paged_attention=attention.paged_attention,
         qkv_attention=ComposedQkvAttention(norm.rms_norm, rope.rope, kv.kv_write, attention.paged_attention),
         embedding=embedding.embedding,
+        latent_write=latent_kv.latent_write,
+        pack_up=latent.TorchUp,
+        latent_attention=latent.latent_attention,
+        route=routing.route,
+        pack_experts=PackedExperts,
+        moe=GroupedMoe(int4.int4_linear, dense.dense_linear, silu.silu_mul),
     )
 
 
@@ -127,10 +159,15 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
     from deepseek_tgi.kernels.embedding import cpu as embedding
     from deepseek_tgi.kernels.int4_linear import native as int4
     from deepseek_tgi.kernels.kv_write import native as kv
+    from deepseek_tgi.kernels.latent_attention import cpu as latent
+    from deepseek_tgi.kernels.latent_write import cpu as latent_kv
+    from deepseek_tgi.kernels.moe import PackedExperts
+    from deepseek_tgi.kernels.moe.grouped import GroupedMoe
     from deepseek_tgi.kernels.paged_attention import native as attention
     from deepseek_tgi.kernels.qkv_attention import native as qkv
     from deepseek_tgi.kernels.rms_norm import native as norm
     from deepseek_tgi.kernels.rope import native as rope
+    from deepseek_tgi.kernels.route import cpu as routing
     from deepseek_tgi.kernels.silu_mul import native as silu
 
     ops = int4.Int4Ops(library)
@@ -152,6 +189,12 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
         paged_attention=attention.PagedAttentionOp(library, num_threads),
         qkv_attention=qkv.QkvAttentionOp(library, num_threads),
         embedding=embedding.embedding,
+        latent_write=latent_kv.latent_write,
+        pack_up=latent.TorchUp,
+        latent_attention=latent.latent_attention,
+        route=routing.route,
+        pack_experts=PackedExperts,
+        moe=GroupedMoe(ops.int4_linear, dense.DenseOps(library).dense_linear, silu.SiluMulOp(library, num_threads)),
     )
 
 

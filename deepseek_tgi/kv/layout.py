@@ -1,4 +1,4 @@
-"""How one token's keys and values lie in memory: arithmetic on data, no tensors.
+"""How one token's cached state lies in memory: arithmetic on data, no tensors.
 
 The byte counts here are the only ones: warm-up, allocation, metrics, `info` and the README all ask this module.
 
@@ -9,7 +9,8 @@ hand-over, offload) touching one region per layer. Rejected: one tensor per laye
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from deepseek_tgi.errors import ConfigError
@@ -17,38 +18,57 @@ from deepseek_tgi.errors import ConfigError
 PAGE_ALIGNMENT_BYTES = 4096
 MIN_BLOCK_SIZE = 16
 """Kernels work through a page in runs of 16 positions; TGI's own paged layout has blocks of 16 as well."""
+LATENT_GROUPS = (128, 64, 32, 16)
+"""Elements of a latent that share one scale: the largest of these that divides the rank."""
 
 
 class KVMode(Enum):
-    """Number format of cached keys and values; the value is the command-line name."""
+    """Number format of cached state; the value is the command-line name (FP8's is TGI's)."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+    FP8 = "fp8_e4m3fn"
     INT8 = "int8"
+    INT4 = "int4"
 
     @property
-    def item_bytes(self) -> int:
-        """Bytes of one cached element, without scales."""
-        return {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}[self.value]
+    def bits(self) -> int:
+        """Bits of one cached element, without scales."""
+        return _BITS[self.value]
 
     @property
     def quantised(self) -> bool:
-        """True if elements need a scale and a zero to be read."""
-        return self is KVMode.INT8
+        """True if elements need a scale to be read."""
+        return self.bits <= 8
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of `width` elements, without scales; INT4 puts two in a byte."""
+        return width * self.bits // 8
+
+
+_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8_e4m3fn": 8, "int8": 8, "int4": 4}
+PER_HEAD_MODES = (KVMode.FLOAT32, KVMode.BFLOAT16, KVMode.FLOAT16, KVMode.INT8)
+"""Formats of a per-head cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A run of equal elements inside a layer's part of a page.
+    """A run of equal rows inside a layer's part of a page.
 
-    `shape` is `[G, S, width]`; `offset_bytes` counts from the start of the page.
+    `shape` is `[G, S, W]` in items as stored (a byte for two INT4 elements); `offset_bytes` counts from the start of
+    the page. `dtype` is the name of the items' torch dtype.
     """
 
     name: str
     offset_bytes: int
     shape: tuple[int, int, int]
-    item_bytes: int
+    dtype: str
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one item."""
+        return {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}[self.dtype]
 
     @property
     def size_bytes(self) -> int:
@@ -57,20 +77,16 @@ class Section:
         return a * b * c * self.item_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """Per-head paged cache of one rank: G KV heads of `k_dim`/`v_dim`, in blocks of `block_size` slots.
+class CacheLayout(ABC):
+    """A paged cache of one rank in blocks of `block_size` slots; kinds differ in what a layer keeps of a token.
 
-    INT8 stores `q = round((x - zero) / scale)` as uint8 with `scale` and `zero` in float16 per token and KV head.
     Raises `ConfigError` for a block size below 16 or not a multiple of 16.
     """
 
+    __slots__ = ()
     num_layers: int
-    num_kv_heads: int
-    k_dim: int
-    v_dim: int
     mode: KVMode
-    block_size: int = MIN_BLOCK_SIZE
+    block_size: int
 
     def __post_init__(self) -> None:
         if self.block_size < MIN_BLOCK_SIZE or self.block_size % MIN_BLOCK_SIZE:
@@ -79,28 +95,23 @@ class KVLayout:
                 "(kernels work through a block in runs of as many tokens)"
             )
 
-    def sections(self, layer: int) -> tuple[Section, ...]:
-        """The parts of one page that belong to `layer`: `k`, `v`, then `k_scale`, `v_scale` if quantised.
+    @abstractmethod
+    def rows(self) -> tuple[tuple[str, int, int, str], ...]:
+        """Name, heads, items a row and item dtype of each section of a layer, in order."""
 
-        A scale section is `[G, S, 2]` float16: scale, then zero.
-        """
-        g, s = self.num_kv_heads, self.block_size
+    def sections(self, layer: int) -> tuple[Section, ...]:
+        """The parts of one page that belong to `layer`."""
         offset = layer * self.layer_bytes_per_block
         parts: list[Section] = []
-        specs = [("k", self.k_dim, self.mode.item_bytes), ("v", self.v_dim, self.mode.item_bytes)]
-        if self.mode.quantised:
-            specs += [("k_scale", 2, 2), ("v_scale", 2, 2)]
-        for name, width, item in specs:
-            part = Section(name, offset, (g, s, width), item)
-            parts.append(part)
-            offset += part.size_bytes
+        for name, heads, width, dtype in self.rows():
+            parts.append(Section(name, offset, (heads, self.block_size, width), dtype))
+            offset += parts[-1].size_bytes
         return tuple(parts)
 
     @property
     def layer_bytes_per_token(self) -> int:
         """Bytes one token takes in one layer, scales included."""
-        scales = 2 * 2 * 2 if self.mode.quantised else 0
-        return self.num_kv_heads * ((self.k_dim + self.v_dim) * self.mode.item_bytes + scales)
+        return sum(Section(n, 0, (heads, 1, width), dtype).size_bytes for n, heads, width, dtype in self.rows())
 
     @property
     def layer_bytes_per_block(self) -> int:
@@ -118,6 +129,80 @@ class KVLayout:
         raw = self.layer_bytes_per_block * self.num_layers
         return -(-raw // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
 
+    @abstractmethod
+    def with_mode(self, mode: KVMode) -> CacheLayout:
+        """The same cache in another number format."""
+
     def num_blocks_in(self, budget_bytes: int) -> int:
         """Whole blocks that fit in `budget_bytes`; never negative."""
         return max(0, budget_bytes) // self.bytes_per_block
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout(CacheLayout):
+    """Per-head keys and values: G KV heads of `k_dim`/`v_dim`.
+
+    Sections `k`, `v`, then `k_scale`, `v_scale` if quantised. INT8 stores `q = round((x - zero) / scale)` as uint8 with
+    `scale` and `zero` in float16 per token and KV head: a scale section is `[G, S, 2]`.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    mode: KVMode
+    block_size: int = MIN_BLOCK_SIZE
+
+    def with_mode(self, mode: KVMode) -> KVLayout:
+        """See `CacheLayout`."""
+        return replace(self, mode=mode)
+
+    def rows(self) -> tuple[tuple[str, int, int, str], ...]:
+        """See `CacheLayout`."""
+        g, dtype = self.num_kv_heads, "uint8" if self.mode.quantised else self.mode.value
+        values = (("k", g, self.k_dim, dtype), ("v", g, self.v_dim, dtype))
+        return (*values, ("k_scale", g, 2, "float16"), ("v_scale", g, 2, "float16")) if self.mode.quantised else values
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayout(CacheLayout):
+    """One latent of `rank` elements and one rotary key of `rope_dim` elements a token, shared by all heads (MLA).
+
+    Sections `latent`, `rope`, then `latent_scale` if quantised: one float16 scale for each group of the latent. The
+    rotary key is never quantised: it is bfloat16 beside a quantised latent, else of the latent's own format.
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.3.
+    """
+
+    num_layers: int
+    rank: int
+    rope_dim: int
+    mode: KVMode
+    block_size: int = MIN_BLOCK_SIZE
+
+    def __post_init__(self) -> None:
+        CacheLayout.__post_init__(self)
+        if self.mode.quantised and self.rank % LATENT_GROUPS[-1]:
+            raise ConfigError(
+                f"kv_cache_dtype: {self.mode.value} needs a kv_lora_rank that is a multiple of {LATENT_GROUPS[-1]}, "
+                f"not {self.rank}; float32, bfloat16 and float16 take any"
+            )
+
+    def with_mode(self, mode: KVMode) -> LatentLayout:
+        """See `CacheLayout`."""
+        return replace(self, mode=mode)
+
+    @property
+    def group(self) -> int:
+        """Elements of the latent that share a scale."""
+        return next(size for size in LATENT_GROUPS if self.rank % size == 0)
+
+    def rows(self) -> tuple[tuple[str, int, int, str], ...]:
+        """See `CacheLayout`."""
+        if not self.mode.quantised:
+            dtype = self.mode.value
+            return ("latent", 1, self.rank, dtype), ("rope", 1, self.rope_dim, dtype)
+        return (
+            ("latent", 1, self.mode.row_bytes(self.rank), "uint8"),
+            ("rope", 1, self.rope_dim, "bfloat16"),
+            ("latent_scale", 1, self.rank // self.group, "float16"),
+        )

@@ -8,17 +8,10 @@ import torch
 
 from deepseek_tgi.errors import GenerationError, ResourceError
 from deepseek_tgi.kernels.int8_format import dequantise_rows
-from deepseek_tgi.kernels.pages import LayerPages
-from deepseek_tgi.kv.layout import PAGE_ALIGNMENT_BYTES, KVLayout, KVMode, Section
+from deepseek_tgi.kernels.pages import LatentPages, LayerPages, Pages
+from deepseek_tgi.kv.layout import PAGE_ALIGNMENT_BYTES, CacheLayout, LatentLayout, Section
 
-__all__ = ["KVPool", "LayerPages"]
-
-_DTYPES = {
-    KVMode.FLOAT32: torch.float32,
-    KVMode.BFLOAT16: torch.bfloat16,
-    KVMode.FLOAT16: torch.float16,
-    KVMode.INT8: torch.uint8,
-}
+__all__ = ["KVPool", "LatentPages", "LayerPages", "Pages"]
 
 
 class KVPool:
@@ -28,7 +21,7 @@ class KVPool:
     a 4096-byte boundary. Raises `ResourceError` if the address space cannot be had.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: str | torch.device = "cpu") -> None:
+    def __init__(self, layout: CacheLayout, num_blocks: int, device: str | torch.device = "cpu") -> None:
         if num_blocks < 1:
             raise ResourceError(
                 f"KV pool: got {num_blocks} blocks, expected at least 1 ({layout.bytes_per_block} bytes)"
@@ -56,11 +49,23 @@ class KVPool:
             raise GenerationError("KV pool: used after close")
         return self._storage
 
-    def view(self, layer: int) -> LayerPages:
+    def pages(self, layer: int) -> Pages:
         """The part of every page that belongs to `layer`; made once. Raises `GenerationError` after `close`."""
         if not self._views:
             raise GenerationError("KV pool: used after close")
         return self._views[layer]
+
+    def view(self, layer: int) -> LayerPages:
+        """As `pages`, of a cache of keys and values."""
+        pages = self.pages(layer)
+        assert isinstance(pages, LayerPages), "the layout is one of keys and values"
+        return pages
+
+    def latents(self, layer: int) -> LatentPages:
+        """As `pages`, of a cache of latents."""
+        pages = self.pages(layer)
+        assert isinstance(pages, LatentPages), "the layout is one of latents"
+        return pages
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What is stored at `slots [n] int64`, dequantised: `k [n, G, Dk]`, `v [n, G, Dv]`, both float32."""
@@ -102,12 +107,17 @@ class KVPool:
         # frombuffer keeps the mapping alive as long as any view of the tensor lives.
         return torch.frombuffer(mapping, dtype=torch.uint8).view(shape)
 
-    def _make_view(self, layer: int) -> LayerPages:
-        parts = {s.name: self._section(s) for s in self.layout.sections(layer)}
-        return LayerPages(parts["k"], parts["v"], parts.get("k_scale"), parts.get("v_scale"), self.layout.block_size)
+    def _make_view(self, layer: int) -> Pages:
+        layout = self.layout
+        parts = {s.name: self._section(s) for s in layout.sections(layer)}
+        if isinstance(layout, LatentLayout):
+            scale = parts["latent_scale"].squeeze(1) if "latent_scale" in parts else None
+            latent, rope = parts["latent"].squeeze(1), parts["rope"].squeeze(1)
+            return LatentPages(latent, rope, scale, layout.mode.value, layout.rank, layout.block_size)
+        return LayerPages(parts["k"], parts["v"], parts.get("k_scale"), parts.get("v_scale"), layout.block_size)
 
     def _section(self, section: Section) -> torch.Tensor:
-        dtype = torch.float16 if section.name.endswith("_scale") else _DTYPES[self.layout.mode]
+        dtype: torch.dtype = getattr(torch, section.dtype)
         flat = self.storage.view(-1).view(dtype)
         heads, slots, width = section.shape
         page_stride = self.layout.bytes_per_block // section.item_bytes
@@ -117,9 +127,10 @@ class KVPool:
             section.offset_bytes // section.item_bytes,
         )
 
-    def _check_layer(self, layer: int, pages: LayerPages, base: int) -> None:
+    def _check_layer(self, layer: int, pages: Pages, base: int) -> None:
         for section in self.layout.sections(layer):
-            view: torch.Tensor = getattr(pages, section.name)
+            name = section.name.removeprefix("latent_")
+            view: torch.Tensor = getattr(pages, name)
             at = view.data_ptr() - base
             if at != section.offset_bytes or view.stride(0) * section.item_bytes != self.layout.bytes_per_block:
                 raise GenerationError(

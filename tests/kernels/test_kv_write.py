@@ -9,10 +9,10 @@ from oracles import kernels as oracle
 
 from deepseek_tgi.errors import GenerationError
 from deepseek_tgi.kernels.select import KernelSet
-from deepseek_tgi.kv.layout import KVLayout, KVMode
+from deepseek_tgi.kv.layout import PER_HEAD_MODES, KVLayout, KVMode
 from deepseek_tgi.kv.pool import KVPool
 
-MODES = list(KVMode)
+MODES = list(PER_HEAD_MODES)
 
 
 def make_pool(mode: KVMode, k_dim: int = 64, v_dim: int = 40, block_size: int = 16) -> KVPool:

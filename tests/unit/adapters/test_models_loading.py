@@ -109,7 +109,7 @@ def test_tied_checkpoints_with_and_without_a_stored_head_are_one_model(
     [
         ({"world_size": 2}, ConfigError, "num_shard: got 2"),
         ({"dtype": "float8"}, ConfigError, "auto, bfloat16, float16, float32"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, ConfigError, "auto, float32, bfloat16, float16, int8"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, ConfigError, "auto, float32, bfloat16, float16, fp8_e4m3fn, int8, int4"),
         ({"block_size": 8}, ConfigError, "block_size"),
         ({"rope_factor": 2.0}, ConfigError, "rope_scaling"),
         ({"device": "cuda"}, ConfigError, "cpu"),

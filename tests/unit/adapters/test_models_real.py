@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -147,7 +146,7 @@ def test_an_int8_cache_changes_perplexity_by_less_than_a_thousandth(real_model_d
     quantised = math.exp(negative_log_likelihood(adapter, KVMode.INT8, ids))
     print(f"perplexity over {len(ids)} tokens: float32 cache {exact:.4f}, int8 cache {quantised:.4f}")
     assert abs(quantised / exact - 1) <= 1e-3
-    layout = dataclasses.replace(adapter.kv_layout, mode=KVMode.INT8)
+    layout = adapter.kv_layout.with_mode(KVMode.INT8)
     # 30 layers, 3 heads, keys and values of 64 bytes each with a float16 scale and zero each.
     assert layout.bytes_per_token == 30 * 3 * (2 * 64 + 2 * 4) == 12_240
-    assert dataclasses.replace(layout, mode=KVMode.FLOAT32).bytes_per_token == 46_080
+    assert layout.with_mode(KVMode.FLOAT32).bytes_per_token == 46_080

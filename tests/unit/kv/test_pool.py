@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from deepseek_tgi.errors import GenerationError, ResourceError
-from deepseek_tgi.kv.layout import PAGE_ALIGNMENT_BYTES, KVLayout, KVMode
+from deepseek_tgi.kv.layout import PAGE_ALIGNMENT_BYTES, PER_HEAD_MODES, KVLayout, KVMode
 from deepseek_tgi.kv.pool import KVPool
 
-LAYOUTS = [KVLayout(3, 2, 24, 8, mode, size) for mode in KVMode for size in (16, 48)]
+LAYOUTS = [KVLayout(3, 2, 24, 8, mode, size) for mode in PER_HEAD_MODES for size in (16, 48)]
 IDS = [f"{layout.mode.value}-S{layout.block_size}" for layout in LAYOUTS]
 
 

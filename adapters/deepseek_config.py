@@ -1,0 +1,87 @@
+"""The parts of DeepSeek's own architectures, V2 and V3, read from `config.json`."""
+
+from __future__ import annotations
+
+from deepseek_tgi.adapters.json_fields import Fields
+from deepseek_tgi.adapters.part_specs import GatedMlp, LatentAttention, MixtureOfExperts
+from deepseek_tgi.errors import UnsupportedModelError
+from deepseek_tgi.kernels.route import GroupRank, Routing, Scoring
+
+_METHODS = {2: (GroupRank.NONE, GroupRank.BEST), 3: (GroupRank.BEST_TWO,)}
+
+
+def read_deepseek(fields: Fields, generation: int) -> tuple[LatentAttention, GatedMlp, MixtureOfExperts | None]:
+    """Attention, the dense layers' MLP, and the experts of generation 2 or 3.
+
+    Raises: `CheckpointError` for values that make no sense, `UnsupportedModelError` for a routing that is not known.
+    """
+    return _read_attention(fields), _read_mlp(fields), _read_experts(fields, generation)
+
+
+def _read_attention(fields: Fields) -> LatentAttention:
+    rope = fields.integer("qk_rope_head_dim", high=2**12)
+    if rope % 2:
+        fields.fail("qk_rope_head_dim", "an even number: rotary positions turn pairs")
+    return LatentAttention(
+        num_attention_heads=fields.integer("num_attention_heads", high=2**16),
+        q_lora_rank=fields.integer("q_lora_rank", high=2**20) if fields.has("q_lora_rank") else None,
+        kv_lora_rank=fields.integer("kv_lora_rank", high=2**16),
+        qk_nope_head_dim=fields.integer("qk_nope_head_dim", high=2**12),
+        qk_rope_head_dim=rope,
+        v_head_dim=fields.integer("v_head_dim", high=2**12),
+        bias=fields.flag("attention_bias", default=False),
+        rope_interleave=fields.flag("rope_interleave", default=True),
+    )
+
+
+def _read_mlp(fields: Fields) -> GatedMlp:
+    return GatedMlp(fields.integer("intermediate_size", high=2**24), fields.flag("mlp_bias", default=False))
+
+
+def _read_experts(fields: Fields, generation: int) -> MixtureOfExperts | None:
+    if not fields.has("n_routed_experts"):
+        return None
+    inner = fields.integer("moe_intermediate_size", high=2**24)
+    return MixtureOfExperts(
+        intermediate_size=inner,
+        shared_size=inner * fields.integer("n_shared_experts", default=0, low=0, high=2**10),
+        first_layer=fields.integer("first_k_dense_replace", default=0, low=0),
+        every=fields.integer("moe_layer_freq", default=1),
+        routing=_read_routing(fields, generation),
+    )
+
+
+def _read_routing(fields: Fields, generation: int) -> Routing:
+    experts = fields.integer("n_routed_experts", high=2**16)
+    rank = _read_rank(fields, generation)
+    # Groups are read where they count only: V2-Lite's file says "greedy" and still carries a group number.
+    grouped = rank is not GroupRank.NONE
+    groups = fields.integer("n_group", default=1, high=experts) if grouped else 1
+    if experts % groups:
+        fields.fail("n_group", f"a divisor of n_routed_experts ({experts})")
+    top_groups = fields.integer("topk_group", default=groups, high=groups) if grouped else 1
+    scoring = fields.text("scoring_func", default="softmax" if generation == 2 else "sigmoid")
+    if scoring not in {each.value for each in Scoring}:
+        raise UnsupportedModelError(
+            f"{fields.source}: scoring_func is {scoring!r}; implemented are {', '.join(each.value for each in Scoring)}"
+        )
+    return Routing(
+        num_experts=experts,
+        top_k=fields.integer("num_experts_per_tok", high=experts // groups * top_groups),
+        scoring=Scoring(scoring),
+        group_rank=rank,
+        num_groups=groups,
+        top_groups=top_groups,
+        normalise=fields.flag("norm_topk_prob", default=generation == 3),
+        scale=fields.number("routed_scaling_factor", default=1.0),
+    )
+
+
+def _read_rank(fields: Fields, generation: int) -> GroupRank:
+    name = fields.text("topk_method", default=GroupRank.NONE.value if generation == 2 else GroupRank.BEST_TWO.value)
+    known = [rank.value for rank in _METHODS[generation]]
+    if name not in known:
+        raise UnsupportedModelError(
+            f"{fields.source}: topk_method is {name!r}; deepseek_v{generation} has {', '.join(known)}"
+        )
+    return GroupRank(name)

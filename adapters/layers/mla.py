@@ -1,0 +1,154 @@
+"""Multi-head latent attention: one latent and one rotary key a token are cached, for all heads together.
+
+The rows of every query head are put in the order rotary part, rest, and pairs that the checkpoint rotates as neighbours
+are taken apart into halves; both happen once, at load, so the kernels rotate the first elements of a head by halves as
+for every other family. Scores do not change: queries and keys are reordered alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepseek_tgi.adapters.layers.linear import Linear
+from deepseek_tgi.adapters.layers.norm import RmsNorm
+from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, padded
+from deepseek_tgi.adapters.layers.rope import softmax_factor
+from deepseek_tgi.adapters.model_config import LatentAttention, ModelConfig
+from deepseek_tgi.adapters.weights import WeightSource
+from deepseek_tgi.kernels.latent_attention import PackedUp
+
+
+@dataclass(frozen=True, slots=True)
+class MlaWeights:
+    """The tensors of one part. `down` makes the queries (or their low-rank form) and the latent with its rotary key;
+    `query` and `query_norm` are None where queries need no second product.
+    """
+
+    norm: RmsNorm
+    down: Linear
+    query_norm: RmsNorm | None
+    query: Linear | None
+    latent_norm: RmsNorm
+    up: PackedUp
+    output: Linear
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as held in memory."""
+        parts = (self.norm, self.down, self.query_norm, self.query, self.latent_norm, self.up, self.output)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+class Mla(Part):
+    """Latent attention of one layer."""
+
+    def __init__(self, layer: int, config: ModelConfig, weights: MlaWeights, source: WeightSource) -> None:
+        spec = config.attention
+        assert isinstance(spec, LatentAttention), "the family's reader gives latent attention"
+        self._layer = layer
+        self._spec = spec
+        self._weights = weights
+        self._rope = source.kernels.rope
+        self._write = source.kernels.latent_write
+        self._attend = source.kernels.latent_attention
+        self._scale = spec.qk_head_dim**-0.5 * softmax_factor(config.rope)
+        self._heads = weights.up.num_heads
+        first = spec.q_lora_rank or self._heads * spec.qk_head_dim
+        second = self._heads * spec.qk_head_dim if spec.q_lora_rank else 0
+        latent = spec.kv_lora_rank + spec.qk_rope_head_dim
+        self._widths = (weights.norm.size, first + latent, second, self._heads * spec.v_head_dim)
+
+    @classmethod
+    def load(cls, source: WeightSource, name: str, norm: str, config: ModelConfig, layer: int) -> Mla:
+        """Read module `name` (for example `model.layers.0.self_attn`) and the norm before it."""
+        spec, hidden, eps = config.attention, config.hidden_size, config.rms_norm_eps
+        assert isinstance(spec, LatentAttention), "the family's reader gives latent attention"
+        queries = spec.num_attention_heads * spec.qk_head_dim
+        latent = spec.kv_lora_rank + spec.qk_rope_head_dim
+        first, width = ("q_a_proj", spec.q_lora_rank) if spec.q_lora_rank else ("q_proj", queries)
+        q_rows, latent_rows = query_rows(spec), latent_row_order(spec)
+        rows = (None if spec.q_lora_rank else q_rows, latent_rows)
+        query = query_norm = None
+        if spec.q_lora_rank:
+            query_norm = source.norm(f"{name}.q_a_layernorm", spec.q_lora_rank, eps)
+            query = source.linear((f"{name}.q_b_proj",), (queries,), spec.q_lora_rank, False, (q_rows,))
+        up_rows = spec.num_attention_heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+        up = source.dense(f"{name}.kv_b_proj", up_rows, spec.kv_lora_rank)
+        weights = MlaWeights(
+            norm=source.norm(norm, hidden, eps),
+            down=source.linear(
+                (f"{name}.{first}", f"{name}.kv_a_proj_with_mqa"), (width, latent), hidden, spec.bias, rows
+            ),
+            query_norm=query_norm,
+            query=query,
+            latent_norm=source.norm(f"{name}.kv_a_layernorm", spec.kv_lora_rank, eps),
+            up=source.kernels.pack_up(up, spec.num_attention_heads, spec.qk_nope_head_dim),
+            output=source.linear((f"{name}.o_proj",), (hidden,), spec.num_attention_heads * spec.v_head_dim, spec.bias),
+        )
+        return cls(layer, config, weights, source)
+
+    @property
+    def scratch_floats(self) -> int:
+        """See `Part`."""
+        return sum(padded(w) for w in self._widths)
+
+    @property
+    def binding(self) -> tuple[Any, ...]:
+        """See `Part`."""
+        return ("mla", self._widths, self._spec)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Part`."""
+        return self._weights.nbytes
+
+    def bind(self, scratch: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Buffers `normed [T, H]`, `down [T, W]`, `q` as rows and as heads, `latent [T, R]` and `rope [T, 1, Dr]`, both
+        views of `down`, and the `context` as heads and as rows.
+        """
+        spec = self._spec
+        normed, down, queries, context = cut(scratch, num_tokens, self._widths)
+        latent = down[:, -(spec.kv_lora_rank + spec.qk_rope_head_dim) : -spec.qk_rope_head_dim]
+        rope = down[:, -spec.qk_rope_head_dim :].unsqueeze(1)
+        rows = queries if spec.q_lora_rank else down[:, : self._heads * spec.qk_head_dim]
+        q = rows.view(num_tokens, self._heads, spec.qk_head_dim)
+        return normed, down, rows, q, latent, rope, context.view(num_tokens, self._heads, spec.v_head_dim), context
+
+    def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
+        """See `Part`."""
+        normed, down, rows, q, latent, rope, context, context_rows = buffers
+        w = self._weights
+        w.down.after_norm(hidden, w.norm, normed, down)
+        if w.query is not None:
+            assert w.query_norm is not None, "both or neither"
+            low = down[:, : w.query_norm.size]
+            w.query(w.query_norm(low, low.new_empty(low.shape)), None, rows)
+        w.latent_norm(latent, latent)
+        self._rope(q, rope, step.inputs.positions, step.cos_sin)
+        pages = step.latent_pages(self._layer)
+        self._write(pages, latent, rope.squeeze(1), step.inputs.slots)
+        self._attend(q, pages, w.up, step.inputs, scale=self._scale, out=context)
+        w.output(context_rows, hidden, hidden)
+
+
+def query_rows(spec: LatentAttention) -> torch.Tensor:
+    """Order in which the rows of the query projection are read: every head's rotary part (in halves) first."""
+    rope = spec.qk_nope_head_dim + halves(spec.qk_rope_head_dim, spec.rope_interleave)
+    head = torch.cat((rope, torch.arange(spec.qk_nope_head_dim)))
+    starts = torch.arange(spec.num_attention_heads).unsqueeze(1) * spec.qk_head_dim
+    return (starts + head).flatten()
+
+
+def latent_row_order(spec: LatentAttention) -> torch.Tensor:
+    """Order in which the rows of `kv_a_proj_with_mqa` are read: the latent as it is, the rotary key in halves."""
+    rope = spec.kv_lora_rank + halves(spec.qk_rope_head_dim, spec.rope_interleave)
+    return torch.cat((torch.arange(spec.kv_lora_rank), rope))
+
+
+def halves(dim: int, interleaved: bool) -> torch.Tensor:
+    """`[dim]`: where element i of the half-split order stands in the file."""
+    order = torch.arange(dim)
+    return torch.cat((order[::2], order[1::2])) if interleaved else order
