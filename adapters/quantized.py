@@ -9,18 +9,19 @@ import torch
 
 from deepseek_tgi.adapters import ragged
 from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter, ModelInfo
+from deepseek_tgi.adapters.cache_layout import cache_layout
 from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.dtypes import resolve_compute_dtype, resolve_kv_mode
 from deepseek_tgi.adapters.hub import resolve_folder
 from deepseek_tgi.adapters.loading import load_decoder
-from deepseek_tgi.adapters.model_config import LatentAttention, ModelConfig, read_model_config
+from deepseek_tgi.adapters.model_config import ModelConfig, read_model_config
 from deepseek_tgi.adapters.models.decoder import Decoder
 from deepseek_tgi.adapters.quantization import resolve
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.kernels.select import KernelSet, select_kernels
-from deepseek_tgi.kv.layout import PER_HEAD_MODES, CacheLayout, KVLayout, KVMode, LatentLayout
+from deepseek_tgi.kv.layout import CacheLayout
 from deepseek_tgi.kv.pool import KVPool
 from deepseek_tgi.text.tokenizer import TextTokenizer
 
@@ -120,17 +121,6 @@ def _with_overrides(config: ModelConfig, options: LoadOptions) -> ModelConfig:
     if options.rope_factor is not None:
         raise ConfigError(f"rope_factor: got {options.rope_factor} without rope_scaling, expected both or neither")
     return config
-
-
-def cache_layout(config: ModelConfig, mode: KVMode, block_size: int) -> CacheLayout:
-    """How the cache of `config` lies in memory. Raises `ConfigError` for a format that its kind of cache has not."""
-    spec = config.attention
-    if isinstance(spec, LatentAttention):
-        return LatentLayout(config.num_hidden_layers, spec.kv_lora_rank, spec.qk_rope_head_dim, mode, block_size)
-    if mode not in PER_HEAD_MODES:
-        known = ", ".join(each.value for each in PER_HEAD_MODES)
-        raise ConfigError(f"kv_cache_dtype: got {mode.value}, expected one of {known} for {config.model_type}")
-    return KVLayout(config.num_hidden_layers, spec.num_key_value_heads, spec.head_dim, spec.head_dim, mode, block_size)
 
 
 def _load_tokenizer(folder: Path, config: ModelConfig) -> TextTokenizer:

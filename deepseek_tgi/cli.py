@@ -182,10 +182,9 @@ def _info(argv: list[str]) -> int:
 
 
 def _print_model_plan(config: LauncherConfig) -> None:
+    from deepseek_tgi.adapters.cache_layout import cache_layout, cache_modes
     from deepseek_tgi.adapters.hub import resolve_folder
-    from deepseek_tgi.adapters.model_config import GroupedQueryAttention, read_model_config
-    from deepseek_tgi.adapters.quantized import cache_layout
-    from deepseek_tgi.kv.layout import PER_HEAD_MODES, KVMode
+    from deepseek_tgi.adapters.model_config import read_model_config
 
     folder = resolve_folder(config.model_id, config.revision)
     model = read_model_config(folder)
@@ -193,7 +192,7 @@ def _print_model_plan(config: LauncherConfig) -> None:
     print(f"\n{'model folder':<32} {folder}\n{'model type':<32} {model.model_type}")
     shown = f"{weights} bytes ({weights / 2**20:.1f} MiB)" if weights else "none in this folder"
     print(f"{'weights':<32} {shown}")
-    for mode in PER_HEAD_MODES if isinstance(model.attention, GroupedQueryAttention) else KVMode:
+    for mode in cache_modes(model):
         layout = cache_layout(model, mode, config.block_size or 16)
         per_gib = layout.num_blocks_in(2**30) * layout.block_size
         print(f"{'KV cache ' + mode.value:<32} {layout.bytes_per_token} bytes a token ({per_gib} tokens in 1 GiB)")

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 NIBBLES_PER_WORD = 8
 SYMMETRIC_ZERO = 8
@@ -137,8 +139,8 @@ class Int4Weight:
 
     def dequantise(self) -> torch.Tensor:
         """The weight as `[N, K] float32`, each product exact."""
-        groups = self.codes.view(self.out_features, -1, self.group_size).to(torch.float32)
-        values = groups.sub_(self.zeros.unsqueeze(-1)).mul_(self.scales.to(torch.float32).unsqueeze(-1))
+        groups = self.codes.view(self.out_features, -1, self.group_size).float()
+        values = groups.sub_(self.zeros.unsqueeze(-1)).mul_(self.scales.float().unsqueeze(-1))
         return values.view(self.out_features, self.in_features)
 
     def reordered(self, rows: torch.Tensor) -> Int4Weight:
@@ -158,6 +160,8 @@ class Int4Weight:
     @staticmethod
     def cat(parts: Sequence[Int4Weight]) -> Int4Weight:
         """Fuse along the output side in the order given, biases with their columns (a missing one counts as 0)."""
+        import torch
+
         assert Int4Weight.can_cat(parts), "only layers of one input side and group size fuse"
         return Int4Weight(
             codes=torch.cat([p.codes for p in parts]),
@@ -190,7 +194,7 @@ class DenseWeight:
 
     def dequantise(self) -> torch.Tensor:
         """The weight as `[N, K] float32`."""
-        return self.weight.to(torch.float32)
+        return self.weight.float()
 
     def reordered(self, rows: torch.Tensor) -> DenseWeight:
         """The layer with its outputs in the order `rows [N] int64`."""
@@ -199,10 +203,14 @@ class DenseWeight:
     @staticmethod
     def cat(parts: Sequence[DenseWeight]) -> DenseWeight:
         """Fuse along the output side in the order given, biases with their columns (a missing one counts as 0)."""
+        import torch
+
         return DenseWeight(torch.cat([p.weight for p in parts]), _cat_biases(parts))
 
 
 def _cat_biases(parts: Sequence[Int4Weight] | Sequence[DenseWeight]) -> torch.Tensor | None:
+    import torch
+
     given = [p.bias for p in parts if p.bias is not None]
     if not given:
         return None

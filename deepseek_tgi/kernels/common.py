@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from enum import Enum
 from typing import NoReturn
 
 import torch
 
 from deepseek_tgi.errors import ConfigError, GenerationError
+from deepseek_tgi.kernels.precision import ComputeDtype
 
-
-class ComputeDtype(Enum):
-    """Precision of the matrix products; accumulation is float32 (or exact integers) in both, activations are float32.
-
-    `BFLOAT16` promises an error no larger than rounding every activation to bfloat16 would give; weights stay exact.
-    """
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
+__all__ = [
+    "ComputeDtype",
+    "Int4Tensors",
+    "PackedDense",
+    "PackedInt4",
+    "PlainDense",
+    "check_addends",
+    "check_dense",
+    "check_int4",
+    "check_linear",
+    "describe",
+    "finish_linear",
+    "refuse",
+]
 
 
 @dataclass(frozen=True, slots=True)

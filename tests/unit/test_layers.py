@@ -172,6 +172,15 @@ print(json.dumps(culprits))
     assert json.loads(run_python(code)) == {}
 
 
+def test_a_model_config_is_read_without_torch() -> None:
+    code = """
+import sys
+import deepseek_tgi.adapters.cache_layout, deepseek_tgi.adapters.dtypes, deepseek_tgi.adapters.hub
+print("torch" in sys.modules)
+"""
+    assert run_python(code) == "False\n"
+
+
 def test_command_line_starts_light_and_fast() -> None:
     """CPU time, the best of three: a busy machine must not decide."""
     code = """

@@ -57,6 +57,16 @@ def test_the_dtype_in_use_is_the_one_reported(tmp_path: Path, monkeypatch: pytes
         assert adapter.kv_layout.mode.value == expected, "the cache follows compute"
 
 
+def test_the_cpus_own_word_on_bfloat16_is_taken(tmp_path: Path) -> None:
+    listed, cut = tmp_path / "with", tmp_path / "without"
+    listed.write_text("processor\t: 0\nflags\t\t: fpu avx512f avx512_bf16 amx_tile\n")
+    cut.write_text("processor\t: 0\nflags\t\t: fpu avx512f avx512_bf16x\nbugs\t\t: avx512_bf16\n")
+    assert dtypes.cpu_multiplies_bfloat16(listed)
+    assert not dtypes.cpu_multiplies_bfloat16(cut)
+    assert not dtypes.cpu_multiplies_bfloat16(tmp_path / "absent")
+    assert dtypes.cpu_multiplies_bfloat16() == torch.cpu._is_avx512_bf16_supported()
+
+
 def test_float16_on_a_cpu_falls_back_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny_checkpoint(tmp_path, "llama", "awq-gemm")
     with caplog.at_level(logging.WARNING):

@@ -1,0 +1,15 @@
+"""The precision of matrix products, as a value. No torch here."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class ComputeDtype(Enum):
+    """Precision of the matrix products; accumulation is float32 (or exact integers) in both, activations are float32.
+
+    `BFLOAT16` promises an error no larger than rounding every activation to bfloat16 would give; weights stay exact.
+    """
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
