@@ -79,7 +79,7 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
     from deepseek_tgi.kernels.qkv_attention.composed import ComposedQkvAttention
     from deepseek_tgi.kernels.rms_norm import reference as norm
     from deepseek_tgi.kernels.rope import reference as rope
-    from deepseek_tgi.kernels.route import cpu as routing
+    from deepseek_tgi.kernels.route import reference as routing
     from deepseek_tgi.kernels.silu_mul import reference as silu
 
     return KernelSet(
@@ -167,7 +167,7 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
     from deepseek_tgi.kernels.qkv_attention import native as qkv
     from deepseek_tgi.kernels.rms_norm import native as norm
     from deepseek_tgi.kernels.rope import native as rope
-    from deepseek_tgi.kernels.route import cpu as routing
+    from deepseek_tgi.kernels.route import native as routing
     from deepseek_tgi.kernels.silu_mul import native as silu
 
     ops = int4.Int4Ops(library)
@@ -192,7 +192,7 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
         latent_write=latent_kv.latent_write,
         pack_up=latent.TorchUp,
         latent_attention=latent.latent_attention,
-        route=routing.route,
+        route=routing.RouteOp(library, num_threads),
         pack_experts=PackedExperts,
         moe=GroupedMoe(ops.int4_linear, dense.DenseOps(library).dense_linear, silu.SiluMulOp(library, num_threads)),
     )

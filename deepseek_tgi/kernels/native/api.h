@@ -48,5 +48,11 @@ struct AttentionCall {
   double scale;
 };
 
+// How tokens choose experts. `counted`: the best experts that a group ranks by, 0 (groups do not count), 1 or 2.
+struct RouteCall {
+  int64_t experts, top_k, groups, top_groups, counted, sigmoid, normalise, num_threads;
+  double scale;
+};
+
 // What is done to the rows of x before the product.
 enum Prologue : int64_t { PLAIN = 0, NORM = 1, SILU = 2 };
