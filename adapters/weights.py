@@ -131,8 +131,9 @@ class WeightSource:
         if isinstance(weight, Int4Weight):
             packed = self.kernels.pack_int4(weight.codes, weight.zeros, weight.scales, weight.group_size)
             return Int4Linear(self.kernels, packed, bias)
-        stored = weight.dequantise() if isinstance(weight, Fp8Weight) else weight.weight
-        return DenseLinear(self.kernels, self.kernels.pack_dense(stored), bias)
+        if isinstance(weight, Fp8Weight):
+            return DenseLinear(self.kernels, self.kernels.pack_fp8(weight.codes, weight.scales, weight.block), bias)
+        return DenseLinear(self.kernels, self.kernels.pack_dense(weight.weight), bias)
 
     def _joined(self, weights: Sequence[Weight]) -> Linear:
         parts = [self._pack(w) for w in weights]

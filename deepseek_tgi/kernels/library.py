@@ -37,7 +37,10 @@ class QuantWeight(Structure):
 class DenseWeight(Structure):
     """`DenseWeight` of native/api.h."""
 
-    _fields_ = [*((name, c_int64) for name in ("n", "k", "kind", "num_threads")), ("data", c_void_p)]
+    _fields_ = [
+        *((name, c_int64) for name in ("n", "k", "kind", "num_threads", "block")),
+        *((name, c_void_p) for name in ("data", "scales")),
+    ]
 
 
 class Pages(Structure):

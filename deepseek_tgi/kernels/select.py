@@ -10,7 +10,7 @@ import torch
 
 from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.kernels.common import ComputeDtype
-from deepseek_tgi.kernels.dense_linear import DenseLinear, PackDense
+from deepseek_tgi.kernels.dense_linear import DenseLinear, PackDense, PackFp8
 from deepseek_tgi.kernels.embedding import Embedding
 from deepseek_tgi.kernels.int4_linear import Int4Linear, NormInt4Linear, PackInt4, SiluInt4Linear
 from deepseek_tgi.kernels.kv_write import KvWrite
@@ -49,6 +49,7 @@ class KernelSet:
     norm_int4_linear: NormInt4Linear
     silu_int4_linear: SiluInt4Linear
     pack_dense: PackDense
+    pack_fp8: PackFp8
     dense_linear: DenseLinear
     rms_norm: RmsNorm
     rope: Rope
@@ -92,6 +93,7 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
         norm_int4_linear=fused.after_norm(norm.rms_norm, int4.int4_linear),
         silu_int4_linear=fused.after_silu(silu.silu_mul, int4.int4_linear),
         pack_dense=dense.pack_dense,
+        pack_fp8=dense.ReferenceFp8,
         dense_linear=dense.dense_linear,
         rms_norm=norm.rms_norm,
         rope=rope.rope,
@@ -136,6 +138,7 @@ def _torch(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Kernel
         norm_int4_linear=fused.after_norm(norm.rms_norm, int4.int4_linear),
         silu_int4_linear=fused.after_silu(silu.silu_mul, int4.int4_linear),
         pack_dense=dense.packer(compute_dtype),
+        pack_fp8=dense.fp8_packer(compute_dtype),
         dense_linear=dense.dense_linear,
         rms_norm=norm.rms_norm,
         rope=rope.rope,
@@ -181,6 +184,7 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
         norm_int4_linear=ops.norm_int4_linear,
         silu_int4_linear=ops.silu_int4_linear,
         pack_dense=dense.Packer(library, compute_dtype, num_threads),
+        pack_fp8=dense.Fp8Packer(library, num_threads),
         dense_linear=dense.DenseOps(library).dense_linear,
         rms_norm=norm.RmsNormOp(library, num_threads),
         rope=rope.RopeOp(library, num_threads),
