@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from deepseek_tgi.adapters.json_fields import Fields
 from deepseek_tgi.adapters.part_specs import GatedMlp, LatentAttention, MixtureOfExperts
+from deepseek_tgi.adapters.rope_config import RopeConfig, RopeKind, rope_section
 from deepseek_tgi.errors import UnsupportedModelError
 from deepseek_tgi.kernels.route import GroupRank, Routing, Scoring
 
 _METHODS = {2: (GroupRank.NONE, GroupRank.BEST), 3: (GroupRank.BEST_TWO,)}
+_SPARSE_KEYS = ("index_topk", "index_n_heads", "index_head_dim")
+"""Keys of the indexer of DeepSeek-V3.2, which attends to chosen tokens only."""
 
 
 def read_deepseek(fields: Fields, generation: int) -> tuple[LatentAttention, GatedMlp, MixtureOfExperts | None]:
     """Attention, the dense layers' MLP, and the experts of generation 2 or 3.
 
-    Raises: `CheckpointError` for values that make no sense, `UnsupportedModelError` for a routing that is not known.
+    Raises: `CheckpointError` for values that make no sense, `UnsupportedModelError` for a routing that is not known
+    and for what another model than V2 and V3 would need.
     """
+    _refuse_extras(fields)
     return _read_attention(fields), _read_mlp(fields), _read_experts(fields, generation)
+
+
+def published_yarn(rope: RopeConfig, fields: Fields) -> RopeConfig:
+    """`rope` with the two mscales as DeepSeek's own rotary embedding and attention take them.
+
+    An absent `mscale` is 1 and an absent `mscale_all_dim` 0, where other families need both for either to count; and
+    `mscale_all_dim` scales the softmax under every kind of scaling.
+    Source: `modeling_deepseek.py` beside the published V2 and V3 weights; YaRN (arXiv 2309.00071), section 3.4.
+    """
+    section = rope_section(fields)
+    if section is None or rope.kind is RopeKind.DEFAULT:
+        return rope
+    return replace(
+        rope,
+        mscale=section.number("mscale", default=1.0, above=False),
+        mscale_all_dim=section.number("mscale_all_dim", default=0.0, above=False),
+    )
+
+
+def _refuse_extras(fields: Fields) -> None:
+    for key in _SPARSE_KEYS:
+        if fields.has(key):
+            raise UnsupportedModelError(
+                f"{fields.source}: {key} is {fields.data[key]!r}: sparse attention (the indexer that picks the tokens "
+                "to attend to) is not implemented; models without it are"
+            )
+    if fields.integer("ep_size", default=1) != 1:
+        raise UnsupportedModelError(
+            f"{fields.source}: ep_size is {fields.data['ep_size']!r}; experts spread over ranks are not implemented, "
+            "only 1 is"
+        )
+    if fields.flag("mlp_bias", default=False):
+        raise UnsupportedModelError(
+            f"{fields.source}: mlp_bias is true; DeepSeek's MLPs and experts have no biases, and none are implemented"
+        )
 
 
 def _read_attention(fields: Fields) -> LatentAttention:
@@ -35,7 +77,7 @@ def _read_attention(fields: Fields) -> LatentAttention:
 
 
 def _read_mlp(fields: Fields) -> GatedMlp:
-    return GatedMlp(fields.integer("intermediate_size", high=2**24), fields.flag("mlp_bias", default=False))
+    return GatedMlp(fields.integer("intermediate_size", high=2**24), bias=False)
 
 
 def _read_experts(fields: Fields, generation: int) -> MixtureOfExperts | None:
@@ -44,11 +86,19 @@ def _read_experts(fields: Fields, generation: int) -> MixtureOfExperts | None:
     inner = fields.integer("moe_intermediate_size", high=2**24)
     return MixtureOfExperts(
         intermediate_size=inner,
-        shared_size=inner * fields.integer("n_shared_experts", default=0, low=0, high=2**10),
-        first_layer=fields.integer("first_k_dense_replace", default=0, low=0),
+        shared_size=inner * _num_shared(fields, generation),
+        first_layer=fields.integer("first_k_dense_replace", default=0 if generation == 2 else 3, low=0),
         every=fields.integer("moe_layer_freq", default=1),
         routing=_read_routing(fields, generation),
     )
+
+
+def _num_shared(fields: Fields, generation: int) -> int:
+    """How many experts every token goes to; null is none. For V2 the sources disagree on what absence means."""
+    if "n_shared_experts" not in fields.data and generation == 2:
+        fields.fail("n_shared_experts", "the number of shared experts (0 or null for none)")
+    absent = "n_shared_experts" not in fields.data
+    return fields.integer("n_shared_experts", default=1 if absent else 0, low=0, high=2**10)
 
 
 def _read_routing(fields: Fields, generation: int) -> Routing:
@@ -56,10 +106,10 @@ def _read_routing(fields: Fields, generation: int) -> Routing:
     rank = _read_rank(fields, generation)
     # Groups are read where they count only: V2-Lite's file says "greedy" and still carries a group number.
     grouped = rank is not GroupRank.NONE
-    groups = fields.integer("n_group", default=1, high=experts) if grouped else 1
+    groups = fields.integer("n_group", high=experts) if grouped else 1
     if experts % groups:
         fields.fail("n_group", f"a divisor of n_routed_experts ({experts})")
-    top_groups = fields.integer("topk_group", default=groups, high=groups) if grouped else 1
+    top_groups = fields.integer("topk_group", high=groups) if grouped else 1
     scoring = fields.text("scoring_func", default="softmax" if generation == 2 else "sigmoid")
     if scoring not in {each.value for each in Scoring}:
         raise UnsupportedModelError(
@@ -73,7 +123,7 @@ def _read_routing(fields: Fields, generation: int) -> Routing:
         num_groups=groups,
         top_groups=top_groups,
         normalise=fields.flag("norm_topk_prob", default=generation == 3),
-        scale=fields.number("routed_scaling_factor", default=1.0),
+        scale=fields.number("routed_scaling_factor", default=1.0 if generation == 2 else 2.5),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deepseek_tgi.adapters.deepseek_config import read_deepseek
+from deepseek_tgi.adapters.deepseek_config import published_yarn, read_deepseek
 from deepseek_tgi.adapters.json_fields import Fields, read_json
 from deepseek_tgi.adapters.part_specs import (
     Attention,
@@ -111,6 +111,7 @@ def parse_model_config(fields: Fields, folder: Path) -> ModelConfig:
         raise UnsupportedModelError(f"{fields.source}: hidden_act is {activation!r}; only silu is implemented")
     attention, mlp, experts = FAMILIES[model_type](fields)
     max_positions = fields.integer("max_position_embeddings")
+    rope = read_rope(fields, max_positions)
     quantization = fields.section("quantization_config") or fields.section("compression_config")
     return ModelConfig(
         folder=folder,
@@ -125,7 +126,7 @@ def parse_model_config(fields: Fields, folder: Path) -> ModelConfig:
         mlp=mlp,
         experts=experts,
         num_extra_layers=fields.integer("num_nextn_predict_layers", default=0, low=0, high=64),
-        rope=read_rope(fields, max_positions),
+        rope=published_yarn(rope, fields) if isinstance(attention, LatentAttention) else rope,
         dtype=_read_dtype(fields),
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         eos_token_ids=fields.token_ids("eos_token_id"),

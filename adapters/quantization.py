@@ -23,17 +23,20 @@ from deepseek_tgi.adapters.awq.format import (
     NIBBLES_PER_WORD,
     PACK_QUANTIZED,
     AwqFormat,
+    DenseWeight,
+    Int4Weight,
 )
 from deepseek_tgi.adapters.awq.unpack import unpack
 from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.model_config import ModelConfig
 from deepseek_tgi.adapters.quant_settings import QuantSettings
-from deepseek_tgi.adapters.weight_forms import DenseWeight, Int4Weight, Weight
 from deepseek_tgi.errors import CheckpointError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_NEVER_CONVERTED = (".gate",)
+"""A router is no linear layer in the published model files, so no tool packs it and no list of exceptions names it."""
 _PACKED_SUFFIXES = tuple(f".{layout.weight}" for layout in (*AWQ_VERSIONS.values(), PACK_QUANTIZED))
 
 
@@ -82,7 +85,9 @@ class QuantPlan:
         sizes = "".join(f"-g{size}" for size in self.settings.group_sizes)
         return f"{self.settings.method}{version}{sizes}"
 
-    def linear(self, module: str, out_features: int, in_features: int, bias: bool | None = None) -> Weight:
+    def linear(
+        self, module: str, out_features: int, in_features: int, bias: bool | None = None
+    ) -> Int4Weight | DenseWeight:
         """Read one linear layer, packed or dense as it is stored.
 
         `bias` true requires one, false leaves a stored one unread, None takes it if it is there. Packed layers own
@@ -95,7 +100,8 @@ class QuantPlan:
         if layout is not None and f"{module}.{layout.weight}" in self.checkpoint:
             return replace(self._read_packed(module, layout, (out_features, in_features)), bias=bias_tensor)
         weight = self.tensor(f"{module}.weight", (out_features, in_features))
-        if layout is not None and not self.settings.open_ended and not self.settings.excludes(module):
+        expected = self.settings.open_ended or self.settings.excludes(module) or module.endswith(_NEVER_CONVERTED)
+        if layout is not None and not expected:
             self._say_once("dense", "%s is stored dense though not listed as such; it is read dense", module)
         return DenseWeight(weight, bias_tensor)
 
@@ -110,7 +116,7 @@ class QuantPlan:
             name = f"{head}.weight"
         return self.tensor(name, shape)
 
-    def output_head(self, module: str, embedding: str, shape: tuple[int, int], tied: bool) -> Weight:
+    def output_head(self, module: str, embedding: str, shape: tuple[int, int], tied: bool) -> Int4Weight | DenseWeight:
         """The output head `[V, H]`; for a tied model that is the embedding's tensor itself, whatever else is stored."""
         if not tied:
             # AutoAWQ never packs the head, so a dense one is no disagreement with the list.

@@ -32,7 +32,8 @@ class RopeConfig:
     `original_max_position_embeddings` is the context the frequencies were trained for: for `dynamic` that is the
     config's `max_position_embeddings`, for `llama3` and `yarn` the key of that name (else the same fallback).
     `attention_factor`, `mscale` and `mscale_all_dim` are None when the checkpoint does not give them: their absence
-    selects a different formula for yarn, so it must survive. 0 for the mscales counts as absent, as upstream.
+    selects a different formula for yarn, so it must survive. 0 for the mscales counts as absent, as upstream, except
+    for DeepSeek's own families (`deepseek_config.published_yarn`).
     """
 
     kind: RopeKind = RopeKind.DEFAULT
@@ -60,13 +61,18 @@ class RopeConfig:
         )
 
 
+def rope_section(config: Fields) -> Fields | None:
+    """The object of rotary settings, whichever name it has."""
+    return config.section("rope_parameters") or config.section("rope_scaling")
+
+
 def read_rope(config: Fields, max_position_embeddings: int) -> RopeConfig:
     """Read the rotary settings of a `config.json`.
 
     Raises: `UnsupportedModelError` for a kind that is not implemented, `CheckpointError` for bad values.
     Source: transformers `modeling_rope_utils.py` (which keys each kind reads, and their defaults).
     """
-    fields = config.section("rope_parameters") or config.section("rope_scaling") or Fields(config.source, {})
+    fields = rope_section(config) or Fields(config.source, {})
     theta_home = fields if fields.has("rope_theta") else config
     theta = theta_home.number("rope_theta", default=DEFAULT_THETA, low=1.0)
     kind = _read_kind(fields)

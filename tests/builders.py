@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepseek_checkpoint import ARCHITECTURES as DEEPSEEK
+from deepseek_checkpoint import as_transformers, deepseek_fields, deepseek_weights
 from oracles.awq import Layer, gemm_tensors, gemv_tensors, pack_quantized_tensors
 from safetensors.torch import save_file
 from tiny_tokenizer import BOS_ID, EOS_ID, IM_END_ID, write_tokenizer
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"} | DEEPSEEK
+LINEAR = ("_proj", "_proj_with_mqa")
+"""How the names of modules end that quantising tools convert; a router's `gate` and the head they leave alone."""
 Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
@@ -63,7 +67,8 @@ class TinyCheckpoint:
         config._attn_implementation = "eager"
         factory: Any = AutoModelForCausalLM
         model = factory.from_config(config, dtype=torch.float32).eval()
-        mine = {k: v for k, v in self.dense.items() if k != "lm_head.weight" or not config.tie_word_embeddings}
+        mine = as_transformers(self.config, self.dense) if self.config["model_type"] in DEEPSEEK else self.dense
+        mine = {k: v for k, v in mine.items() if k != "lm_head.weight" or not config.tie_word_embeddings}
         missing, unexpected = model.load_state_dict(mine, strict=False)
         assert not unexpected, unexpected
         assert set(missing) <= {"lm_head.weight"}, missing
@@ -92,6 +97,8 @@ def tiny_config(family: str, **over: Any) -> Config:
     }
     if family == "qwen3":
         config["head_dim"] = 64  # not hidden_size / heads, as in the published models
+    if family in DEEPSEEK:
+        config |= deepseek_fields(family)
     return config | over
 
 
@@ -143,6 +150,8 @@ def random_weights(config: Config, s: TinySpec) -> Tensors:
     At the usual initial spread of 0.02 attention is nearly uniform and the residual stream is the embedding alone: a
     wrong rope or a lost bias would not show. Here scores, MLP and residual all have spread of about one.
     """
+    if config["model_type"] in DEEPSEEK:
+        return deepseek_weights(config, s.seed, s.bias_scale)
     gen = torch.Generator().manual_seed(s.seed)
     family, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -192,7 +201,7 @@ def _encode(weights: Tensors, s: TinySpec) -> tuple[Tensors, Tensors]:
     kept = tuple(s.dense_modules if s.dense_modules is not None else s.not_converted or ())
     for name, value in weights.items():
         module = name.removesuffix(".weight")
-        if s.quant is None or not module.endswith("_proj") or any(f".{module}.".find(f".{d}.") >= 0 for d in kept):
+        if s.quant is None or not module.endswith(LINEAR) or any(f".{module}.".find(f".{d}.") >= 0 for d in kept):
             stored[name] = value.to(s.dtype)
             dense[name] = stored[name].float()
             continue

@@ -20,6 +20,10 @@ from deepseek_tgi.adapters.model_config import LatentAttention, ModelConfig
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.kernels.latent_attention import PackedUp
 
+INNER_EPS = 1e-6
+"""Of the norms of the latent and of the low-rank queries: DeepSeek's published code makes both without the config's
+`rms_norm_eps`, which is the same number in all its checkpoints."""
+
 
 @dataclass(frozen=True, slots=True)
 class MlaWeights:
@@ -59,7 +63,8 @@ class Mla(Part):
         first = spec.q_lora_rank or self._heads * spec.qk_head_dim
         second = self._heads * spec.qk_head_dim if spec.q_lora_rank else 0
         latent = spec.kv_lora_rank + spec.qk_rope_head_dim
-        self._widths = (weights.norm.size, first + latent, second, self._heads * spec.v_head_dim)
+        normed = max(weights.norm.size, spec.q_lora_rank or 0)
+        self._widths = (normed, first + latent, second, self._heads * spec.v_head_dim)
 
     @classmethod
     def load(cls, source: WeightSource, name: str, norm: str, config: ModelConfig, layer: int) -> Mla:
@@ -71,20 +76,22 @@ class Mla(Part):
         first, width = ("q_a_proj", spec.q_lora_rank) if spec.q_lora_rank else ("q_proj", queries)
         q_rows, latent_rows = query_rows(spec), latent_row_order(spec)
         rows = (None if spec.q_lora_rank else q_rows, latent_rows)
+        # Queries made in one product have no bias, whatever `attention_bias` says.
+        biases = (spec.bias and spec.q_lora_rank is not None, spec.bias)
         query = query_norm = None
         if spec.q_lora_rank:
-            query_norm = source.norm(f"{name}.q_a_layernorm", spec.q_lora_rank, eps)
+            query_norm = source.norm(f"{name}.q_a_layernorm", spec.q_lora_rank, INNER_EPS)
             query = source.linear((f"{name}.q_b_proj",), (queries,), spec.q_lora_rank, False, (q_rows,))
         up_rows = spec.num_attention_heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         up = source.dense(f"{name}.kv_b_proj", up_rows, spec.kv_lora_rank)
         weights = MlaWeights(
             norm=source.norm(norm, hidden, eps),
             down=source.linear(
-                (f"{name}.{first}", f"{name}.kv_a_proj_with_mqa"), (width, latent), hidden, spec.bias, rows
+                (f"{name}.{first}", f"{name}.kv_a_proj_with_mqa"), (width, latent), hidden, biases, rows
             ),
             query_norm=query_norm,
             query=query,
-            latent_norm=source.norm(f"{name}.kv_a_layernorm", spec.kv_lora_rank, eps),
+            latent_norm=source.norm(f"{name}.kv_a_layernorm", spec.kv_lora_rank, INNER_EPS),
             up=source.kernels.pack_up(up, spec.num_attention_heads, spec.qk_nope_head_dim),
             output=source.linear((f"{name}.o_proj",), (hidden,), spec.num_attention_heads * spec.v_head_dim, spec.bias),
         )
@@ -106,26 +113,29 @@ class Mla(Part):
         return self._weights.nbytes
 
     def bind(self, scratch: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Buffers `normed [T, H]`, `down [T, W]`, `q` as rows and as heads, `latent [T, R]` and `rope [T, 1, Dr]`, both
-        views of `down`, and the `context` as heads and as rows.
+        """Buffers `normed [T, H]`, `down [T, W]` and its part `low [T, Rq]` with room for its norm, `q` as rows and as
+        heads, `latent [T, R]` and `rope [T, 1, Dr]`, both views of `down`, and the `context` as heads and as rows.
         """
-        spec = self._spec
-        normed, down, queries, context = cut(scratch, num_tokens, self._widths)
+        spec, rank = self._spec, self._spec.q_lora_rank or 0
+        _, down, queries, context = cut(scratch, num_tokens, self._widths)
+        # The first stretch holds one of two norms at a time: that of the residual stream is used up by then.
+        normed, low_normed = (scratch[: num_tokens * n].view(num_tokens, n) for n in (self._weights.norm.size, rank))
+        low = down[:, :rank]
         latent = down[:, -(spec.kv_lora_rank + spec.qk_rope_head_dim) : -spec.qk_rope_head_dim]
         rope = down[:, -spec.qk_rope_head_dim :].unsqueeze(1)
         rows = queries if spec.q_lora_rank else down[:, : self._heads * spec.qk_head_dim]
         q = rows.view(num_tokens, self._heads, spec.qk_head_dim)
-        return normed, down, rows, q, latent, rope, context.view(num_tokens, self._heads, spec.v_head_dim), context
+        heads = context.view(num_tokens, self._heads, spec.v_head_dim)
+        return normed, down, low, low_normed, rows, q, latent, rope, heads, context
 
     def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
         """See `Part`."""
-        normed, down, rows, q, latent, rope, context, context_rows = buffers
+        normed, down, low, low_normed, rows, q, latent, rope, context, context_rows = buffers
         w = self._weights
         w.down.after_norm(hidden, w.norm, normed, down)
         if w.query is not None:
             assert w.query_norm is not None, "both or neither"
-            low = down[:, : w.query_norm.size]
-            w.query(w.query_norm(low, low.new_empty(low.shape)), None, rows)
+            w.query.after_norm(low, w.query_norm, low_normed, rows)
         w.latent_norm(latent, latent)
         self._rope(q, rope, step.inputs.positions, step.cos_sin)
         pages = step.latent_pages(self._layer)

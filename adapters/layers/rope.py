@@ -76,17 +76,17 @@ def attention_factor(config: RopeConfig) -> float:
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
-    if config.mscale and config.mscale_all_dim:
+    if config.mscale is not None and config.mscale_all_dim is not None:
         return yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
     return yarn_mscale(config.factor, 1.0)
 
 
 def softmax_factor(config: RopeConfig) -> float:
-    """What the softmax scale of latent attention is multiplied by under yarn: the square of `mscale_all_dim`'s mscale.
+    """What the softmax scale of latent attention is multiplied by: the square of `mscale_all_dim`'s mscale.
 
     Source: the attention of DeepSeek's published model files.
     """
-    if config.kind is not RopeKind.YARN or not config.mscale_all_dim:
+    if not config.mscale_all_dim:
         return 1.0
     return yarn_mscale(config.factor, config.mscale_all_dim) ** 2
 

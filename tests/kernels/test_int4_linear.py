@@ -103,6 +103,15 @@ def test_fused_forms_equal_their_parts(any_kernels: KernelSet, rows: int) -> Non
     assert torch.equal(any_kernels.silu_int4_linear(gate_up, packed, bias, residual), gated)
 
 
+def test_rows_may_lie_apart(any_kernels: KernelSet) -> None:
+    packed = any_kernels.pack_int4(*int4(48, 96, 32))
+    wide, weight = torch.randn(5, 160), torch.rand(96)
+    apart, dense = wide[:, 32:128], wide[:, 32:128].contiguous()
+    assert torch.equal(any_kernels.int4_linear(apart, packed), any_kernels.int4_linear(dense, packed))
+    normed = any_kernels.norm_int4_linear(dense, weight, 1e-6, packed)
+    assert torch.equal(any_kernels.norm_int4_linear(apart, weight, 1e-6, packed), normed)
+
+
 def test_output_may_be_the_residual(kernels: KernelSet) -> None:
     packed = kernels.pack_int4(*int4(48, 96, 32))
     x, residual = torch.randn(3, 96), torch.randn(3, 48)

@@ -83,6 +83,10 @@ def _fits(tensor: torch.Tensor, size: int) -> bool:
     return tensor.numel() == size and tensor.dtype is _F32 and tensor.is_contiguous()
 
 
+def _rows_fit(x: torch.Tensor, w: NativeInt4) -> bool:
+    return x.dim() == 2 and x.shape[1] == w.in_features and x.dtype is _F32 and x.stride(1) == 1
+
+
 @dataclass(frozen=True, slots=True)
 class Int4Ops:
     """The three forms of the op over one library."""
@@ -112,7 +116,7 @@ class Int4Ops:
         call = self.library.quick if rows <= w.quick_rows else self.library.slow
         kind, norm, eps = prologue
         call.dstgi_quant_linear(
-            w.address, x.data_ptr(), x.shape[1], rows, out.data_ptr(), None if bias is None else bias.data_ptr(),
+            w.address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), None if bias is None else bias.data_ptr(),
             None if residual is None else residual.data_ptr(), kind, norm, eps,
         )  # fmt: skip
         return out
@@ -125,11 +129,11 @@ class Int4Ops:
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See the contract; `x` is contiguous."""
+        """See the contract."""
         assert isinstance(w, NativeInt4)
-        if x.dim() != 2 or x.shape[1] != w.in_features or not _fits(x, x.numel()):
+        if not _rows_fit(x, w):
             check_linear(x, w, bias, residual, out)
-            refuse(f"int4_linear: {describe('x', x)} is to be contiguous")
+            refuse(f"int4_linear: {describe('x', x)} is to have dense rows")
         return self._run(x, w, bias, residual, out)
 
     def norm_int4_linear(
@@ -142,11 +146,11 @@ class Int4Ops:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See the contract; `x` is contiguous."""
+        """See the contract."""
         assert isinstance(w, NativeInt4)
-        if x.dim() != 2 or x.shape[1] != w.in_features or not _fits(x, x.numel()):
+        if not _rows_fit(x, w):
             check_linear(x, w, bias, None, out)
-            refuse(f"int4_linear: {describe('x', x)} is to be contiguous")
+            refuse(f"int4_linear: {describe('x', x)} is to have dense rows")
         if not _fits(norm_weight, w.in_features):
             refuse(f"norm_int4_linear: got {describe('weight', norm_weight)}, expected [{w.in_features}] float32")
         return self._run(x, w, bias, None, out, prologue=(_NORM, norm_weight.data_ptr(), eps))
