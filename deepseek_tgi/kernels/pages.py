@@ -40,8 +40,8 @@ class LatentPages:
     """One layer's latents and rotary keys in every page; a view of memory that `KVPool` owns.
 
     Shapes: `latent [P, S, R]` (uint8 when quantised; `[P, S, R/2]` for INT4, two elements a byte), `rope [P, S, Dr]`,
-    `scale [P, S, R/g] float16` or None. `mode` is the `KVMode` value. The page axis has the stride of a whole page; the
-    others are dense.
+    `scale [P, S, R/g]` (float16; uint8 for INT4) or None. `mode` is the `KVMode` value. The page axis has the stride of
+    a whole page; the others are dense.
     """
 
     latent: torch.Tensor

@@ -71,8 +71,8 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
     from deepseek_tgi.kernels.int4_linear import fused
     from deepseek_tgi.kernels.int4_linear import reference as int4
     from deepseek_tgi.kernels.kv_write import reference as kv
-    from deepseek_tgi.kernels.latent_attention import cpu as latent
-    from deepseek_tgi.kernels.latent_write import cpu as latent_kv
+    from deepseek_tgi.kernels.latent_attention import reference as latent
+    from deepseek_tgi.kernels.latent_write import reference as latent_kv
     from deepseek_tgi.kernels.moe import PackedExperts
     from deepseek_tgi.kernels.moe.grouped import GroupedMoe
     from deepseek_tgi.kernels.paged_attention import reference as attention
@@ -101,7 +101,7 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
         qkv_attention=ComposedQkvAttention(norm.rms_norm, rope.rope, kv.kv_write, attention.paged_attention),
         embedding=embedding.embedding,
         latent_write=latent_kv.latent_write,
-        pack_up=latent.TorchUp,
+        pack_up=latent.PlainUp,
         latent_attention=latent.latent_attention,
         route=routing.route,
         pack_experts=PackedExperts,

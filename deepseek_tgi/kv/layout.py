@@ -19,7 +19,8 @@ PAGE_ALIGNMENT_BYTES = 4096
 MIN_BLOCK_SIZE = 16
 """Kernels work through a page in runs of 16 positions; TGI's own paged layout has blocks of 16 as well."""
 LATENT_GROUPS = (128, 64, 32, 16)
-"""Elements of a latent that share one scale: the largest of these that divides the rank."""
+"""Elements of a latent that share one scale: the largest of these that divides the rank; at INT4 at most 32."""
+_INT4_GROUP = 32
 
 
 class KVMode(Enum):
@@ -168,8 +169,9 @@ class KVLayout(CacheLayout):
 class LatentLayout(CacheLayout):
     """One latent of `rank` elements and one rotary key of `rope_dim` elements a token, shared by all heads (MLA).
 
-    Sections `latent`, `rope`, then `latent_scale` if quantised: one float16 scale for each group of the latent. The
-    rotary key is never quantised: it is bfloat16 beside a quantised latent, else of the latent's own format.
+    Sections `latent`, `rope`, then `latent_scale` if quantised: one scale for each group of the latent, float16, or a
+    byte at INT4 (`kernels.latent_format`). The rotary key is never quantised: it is bfloat16 beside a quantised latent,
+    else of the latent's own format.
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.3.
     """
 
@@ -194,7 +196,8 @@ class LatentLayout(CacheLayout):
     @property
     def group(self) -> int:
         """Elements of the latent that share a scale."""
-        return next(size for size in LATENT_GROUPS if self.rank % size == 0)
+        largest = _INT4_GROUP if self.mode is KVMode.INT4 else LATENT_GROUPS[0]
+        return next(size for size in LATENT_GROUPS if size <= largest and self.rank % size == 0)
 
     def rows(self) -> tuple[tuple[str, int, int, str], ...]:
         """See `CacheLayout`."""
@@ -204,5 +207,5 @@ class LatentLayout(CacheLayout):
         return (
             ("latent", 1, self.mode.row_bytes(self.rank), "uint8"),
             ("rope", 1, self.rope_dim, "bfloat16"),
-            ("latent_scale", 1, self.rank // self.group, "float16"),
+            ("latent_scale", 1, self.rank // self.group, "uint8" if self.mode is KVMode.INT4 else "float16"),
         )

@@ -8,6 +8,7 @@ import torch
 
 from deepseek_tgi.errors import GenerationError, ResourceError
 from deepseek_tgi.kernels.int8_format import dequantise_rows
+from deepseek_tgi.kernels.latent_format import dequantise_latent
 from deepseek_tgi.kernels.pages import LatentPages, LayerPages, Pages
 from deepseek_tgi.kv.layout import PAGE_ALIGNMENT_BYTES, CacheLayout, LatentLayout, Section
 
@@ -75,6 +76,15 @@ class KVPool:
         if pages.k_scale is None or pages.v_scale is None:
             return k.float(), v.float()
         return dequantise_rows(k, pages.k_scale[page, :, offset]), dequantise_rows(v, pages.v_scale[page, :, offset])
+
+    def read_latents(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is stored at `slots [n] int64`, dequantised: `latent [n, R]`, `rope [n, Dr]`, both float32."""
+        pages = self.latents(layer)
+        page, offset = slots // pages.block_size, slots % pages.block_size
+        latent, rope = pages.latent[page, offset], pages.rope[page, offset].float()
+        if pages.scale is None:
+            return latent.float(), rope
+        return dequantise_latent(latent, pages.scale[page, offset], pages.mode), rope
 
     def check_integrity(self) -> None:
         """Raise `GenerationError` if the pages no longer lie where the layout says; reads no page."""

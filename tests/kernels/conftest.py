@@ -52,6 +52,12 @@ def native(request: pytest.FixtureRequest) -> KernelSet:
     return make_kernels(name, ComputeDtype(dtype))
 
 
+@pytest.fixture
+def native_exact() -> KernelSet:
+    """The usual native set, float32 compute."""
+    return make_kernels("native", EXACT)
+
+
 @pytest.fixture(
     params=[
         f"{name}-{dtype.value}" for name in ("reference", "torch", *NATIVE) for dtype in ComputeDtype

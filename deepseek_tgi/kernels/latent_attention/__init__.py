@@ -12,7 +12,8 @@ Two forms give the same numbers up to rounding. Absorbed: queries go into latent
 runs over the latents themselves, reading each once for all heads. Expanded: keys and values of the context are made
 first, which costs R * (Dn + Dv) a position and head once, and Dr + Dn + Dv instead of Dr + 2R for each pair. `form`
 `auto` takes the cheaper one for each request by its own token counts, so that a row never depends on its neighbours;
-`absorbed` keeps a row's bits the same however a prompt is cut into chunks as well.
+`absorbed` keeps a row's bits the same however a prompt is cut into chunks as well (both on the native kernels).
+A request with one token in the step is always absorbed.
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
 """
 
@@ -26,7 +27,15 @@ from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import describe, refuse
 from deepseek_tgi.kernels.pages import LatentPages
 
-__all__ = ["FORMS", "LatentAttention", "PackUp", "PackedUp", "check_latent_attention", "prefers_expanded"]
+__all__ = [
+    "FORMS",
+    "LatentAttention",
+    "PackUp",
+    "PackedUp",
+    "check_latent_attention",
+    "prefers_expanded",
+    "takes_expanded",
+]
 
 FORMS = ("auto", "absorbed", "expanded")
 
@@ -75,11 +84,20 @@ def prefers_expanded(tokens: int, cached: int, up: PackedUp, rope_dim: int) -> b
     return expanded < absorbed
 
 
+def takes_expanded(form: str, tokens: int, cached: int, up: PackedUp, rope_dim: int) -> bool:
+    """The form a request of `tokens` new tokens after `cached` is computed in: true if expanded."""
+    if tokens < 2 or form == "absorbed":
+        return False
+    return form == "expanded" or prefers_expanded(tokens, cached, up, rope_dim)
+
+
 def check_latent_attention(
-    q: torch.Tensor, pages: LatentPages, up: PackedUp, inputs: ForwardInputs, out: torch.Tensor
+    q: torch.Tensor, pages: LatentPages, up: PackedUp, inputs: ForwardInputs, *, out: torch.Tensor, form: str
 ) -> None:
     """Raise `GenerationError` for operands that do not fit. The values in `inputs` are the engine's promise."""
     width = pages.rope_dim + up.nope_dim
+    if form not in FORMS:
+        refuse(f"latent_attention: got form {form!r}, expected one of {', '.join(FORMS)}")
     if up.rank != pages.rank:
         refuse(f"latent_attention: got an up-projection of rank {up.rank}, expected {pages.rank}")
     if not (q.dtype == torch.float32 and q.dim() == 3 and tuple(q.shape[1:]) == (up.num_heads, width)):

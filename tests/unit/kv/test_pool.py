@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepseek_tgi.errors import GenerationError, ResourceError
-from deepseek_tgi.kv.layout import PAGE_ALIGNMENT_BYTES, PER_HEAD_MODES, KVLayout, KVMode
+from deepseek_tgi.errors import ConfigError, GenerationError, ResourceError
+from deepseek_tgi.kv.layout import PAGE_ALIGNMENT_BYTES, PER_HEAD_MODES, KVLayout, KVMode, LatentLayout
 from deepseek_tgi.kv.pool import KVPool
 
 LAYOUTS = [KVLayout(3, 2, 24, 8, mode, size) for mode in PER_HEAD_MODES for size in (16, 48)]
@@ -92,3 +92,54 @@ def test_a_closed_pool_is_refused() -> None:
 def test_a_pool_that_cannot_be_had_is_refused(blocks: int) -> None:
     with pytest.raises(ResourceError, match="KV pool"):
         KVPool(LAYOUTS[0], blocks)
+
+
+@pytest.mark.parametrize("mode", list(KVMode), ids=lambda m: m.value)
+def test_latents_of_a_page_lie_beside_each_other_without_overlap(mode: KVMode) -> None:
+    layout = LatentLayout(2, 96, 6, mode, 32)
+    pool = KVPool(layout, 3)
+    pool.check_integrity()
+    marks = torch.zeros(layout.bytes_per_block, dtype=torch.int32)
+    for layer in range(2):
+        pages = pool.latents(layer)
+        assert pages is pool.latents(layer)
+        assert (pages.rank, pages.rope_dim, pages.num_slots) == (96, 6, 96)
+        for view in (pages.latent, pages.rope, pages.scale):
+            if view is None:
+                continue
+            pool.storage.zero_()
+            view.view(torch.uint8)[1].fill_(1)
+            assert not pool.storage[[0, 2]].any()
+            marks += pool.storage[1]
+    used = 2 * layout.layer_bytes_per_block
+    assert bool((marks[:used] == 1).all())
+    assert not bool(marks[used:].any())
+
+
+def test_reading_latents_dequantises_by_hand_worked_numbers() -> None:
+    slot, expected_rope = torch.tensor([19]), torch.tensor([[1.5, -0.25]])
+    for mode in (KVMode.INT8, KVMode.FP8, KVMode.INT4):
+        pool = KVPool(LatentLayout(1, 16, 2, mode), 2)
+        pages = pool.latents(0)
+        assert pages.scale is not None
+        pages.rope[1, 3] = expected_rope[0].to(torch.bfloat16)
+        if mode is KVMode.INT4:
+            # Scale 0x3C00 / 64 = 1 / 64. Levels are 6 at element 0 and -6, code 7, elsewhere: 12 at element 0 over a
+            # common -6, whose rotation is -6 * 16 at element 0 and 0 elsewhere, before signs turn.
+            pages.latent[1, 3], pages.scale[1, 3] = 0x77, 0x3C00 >> 7
+            pages.latent[1, 3, 0] = 0x78
+            signs = torch.tensor([-1.0 if i in {3, 7, 11, 12, 13, 14} else 1.0 for i in range(16)])
+            expected = torch.tensor([12.0 - 96.0, *[12.0] * 15]) * signs / 64
+        else:
+            pages.scale[1, 3] = 0.5
+            pages.latent[1, 3] = 0x38 if mode is KVMode.FP8 else 0xFF  # 1 in E4M3, -1 in two's complement
+            expected = torch.full((16,), 0.5 if mode is KVMode.FP8 else -0.5)
+        latent, rope = pool.read_latents(0, slot)
+        assert torch.equal(latent, expected.unsqueeze(0))
+        assert torch.equal(rope, expected_rope)
+
+
+def test_ranks_that_low_bit_latents_cannot_have_are_refused() -> None:
+    with pytest.raises(ConfigError, match="int4 needs a kv_lora_rank that is a multiple of 16, not 40"):
+        LatentLayout(1, 40, 2, KVMode.INT4)
+    assert LatentLayout(1, 40, 2, KVMode.BFLOAT16).layer_bytes_per_token == 84
