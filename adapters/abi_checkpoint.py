@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from deepseek_tgi.adapters.awq.format import Int4Weight
 from deepseek_tgi.adapters.awq.unpack import pack_gemm
+from deepseek_tgi.adapters.weight_forms import Int4Weight
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCAB, GROUP = 128, 256, 2, 4, 2, 320, 64
 BOS, EOS, END_OF_TURN = 256, 257, 258

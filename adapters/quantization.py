@@ -23,13 +23,12 @@ from deepseek_tgi.adapters.awq.format import (
     NIBBLES_PER_WORD,
     PACK_QUANTIZED,
     AwqFormat,
-    DenseWeight,
-    Int4Weight,
 )
 from deepseek_tgi.adapters.awq.unpack import unpack
 from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.model_config import ModelConfig
 from deepseek_tgi.adapters.quant_settings import QuantSettings
+from deepseek_tgi.adapters.weight_forms import DenseWeight, Int4Weight, Weight
 from deepseek_tgi.errors import CheckpointError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -85,9 +84,7 @@ class QuantPlan:
         sizes = "".join(f"-g{size}" for size in self.settings.group_sizes)
         return f"{self.settings.method}{version}{sizes}"
 
-    def linear(
-        self, module: str, out_features: int, in_features: int, bias: bool | None = None
-    ) -> Int4Weight | DenseWeight:
+    def linear(self, module: str, out_features: int, in_features: int, bias: bool | None = None) -> Weight:
         """Read one linear layer, packed or dense as it is stored.
 
         `bias` true requires one, false leaves a stored one unread, None takes it if it is there. Packed layers own
@@ -116,7 +113,7 @@ class QuantPlan:
             name = f"{head}.weight"
         return self.tensor(name, shape)
 
-    def output_head(self, module: str, embedding: str, shape: tuple[int, int], tied: bool) -> Int4Weight | DenseWeight:
+    def output_head(self, module: str, embedding: str, shape: tuple[int, int], tied: bool) -> Weight:
         """The output head `[V, H]`; for a tied model that is the embedding's tensor itself, whatever else is stored."""
         if not tied:
             # AutoAWQ never packs the head, so a dense one is no disagreement with the list.

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from deepseek_tgi.adapters.awq.format import DenseWeight, Int4Weight
-from deepseek_tgi.adapters.layers.linear import DenseLinear, Int4Linear, Linear, SplitLinear
+from deepseek_tgi.adapters.layers.linear import DenseLinear, Int4Linear, Linear, OrderedLinear, SplitLinear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
 from deepseek_tgi.adapters.model_config import ModelConfig
 from deepseek_tgi.adapters.quantization import QuantPlan
+from deepseek_tgi.adapters.weight_forms import DenseWeight, Fp8Weight, Int4Weight, Weight, fuse
 from deepseek_tgi.kernels.common import PackedDense, PackedInt4
 from deepseek_tgi.kernels.route import GroupRank, Routing
 from deepseek_tgi.kernels.select import KernelSet
+
+Packed = PackedInt4 | PackedDense
 
 
 class WeightSource:
@@ -46,17 +49,32 @@ class WeightSource:
         (None: as stored).
         Raises: `CheckpointError` for a tensor that is missing or of another shape, naming it.
         """
-        weights = self._read(names, widths, in_features, bias, rows)
-        return (
-            self._pack(weights[0]) if len(weights) == 1 else SplitLinear(self.kernels, [self._pack(w) for w in weights])
-        )
+        return self._joined(self._read(names, widths, in_features, bias, rows))
+
+    def gated(self, name: str, in_features: int, inner: int, bias: bool) -> tuple[Linear, Linear]:
+        """`gate_proj` and `up_proj` of module `name` as one product, and its `down_proj`.
+
+        Where `down_proj` stores its inputs in another order, gate and up make them in that order: nothing is gathered
+        at run time.
+        """
+        gate_up, down = self._read_gated(name, in_features, inner, bias)
+        return self._joined(gate_up), self._pack(down)
+
+    def expert(self, name: str, in_features: int, inner: int) -> tuple[Packed, Packed]:
+        """As `gated`, without bias, as the kernels hold it.
+
+        Dense if gate and up are stored too differently to fuse, or want their input in another order.
+        """
+        gate_up, down = self._read_gated(name, in_features, inner, False)
+        whole = gate_up[0] if len(gate_up) == 1 else DenseWeight(torch.cat([w.dequantise() for w in gate_up]))
+        return self._pack_plain(whole.natural()).weight, self._pack_plain(down).weight
 
     def norm(self, name: str, size: int, eps: float) -> RmsNorm:
         """The norm `name`, whose weight is kept in float32."""
         weight = self._plan.tensor(f"{name}.weight", (size,)).to(torch.float32, copy=True)
         return RmsNorm(self.kernels.rms_norm, weight, eps)
 
-    def output_head(self, head: str, embedding: str, config: ModelConfig) -> DenseLinear | Int4Linear:
+    def output_head(self, head: str, embedding: str, config: ModelConfig) -> Linear:
         """The output matrix `[V, H]`: module `head`, or the embedding where they are tied."""
         shape = (config.vocab_size, config.hidden_size)
         return self._pack(self._plan.output_head(head, embedding, shape, config.tie_word_embeddings))
@@ -65,13 +83,6 @@ class WeightSource:
         """The embedding table `[V, H]` in the stored dtype. A copy: a file cut short later cannot fault the server."""
         shape = (config.vocab_size, config.hidden_size)
         return self._plan.embedding(embedding, head, shape, config.tie_word_embeddings).clone()
-
-    def packed(self, names: Sequence[str], widths: Sequence[int], in_features: int) -> PackedInt4 | PackedDense:
-        """Modules `names` without bias, fused, as the kernels hold them; dense if they are stored too differently."""
-        weights = self._read(names, widths, in_features, False)
-        if len(weights) > 1:
-            weights = [DenseWeight.cat([DenseWeight(w.dequantise()) for w in weights])]
-        return self._pack(weights[0]).weight
 
     def dense(self, name: str, out_features: int, in_features: int) -> torch.Tensor:
         """Module `name` as `[N, K] float32`, whatever its stored form."""
@@ -84,6 +95,15 @@ class WeightSource:
         name = f"{gate}.e_score_correction_bias"
         return self._plan.tensor(name, (routing.num_experts,)).to(torch.float32, copy=True)
 
+    def _read_gated(self, name: str, in_features: int, inner: int, bias: bool) -> tuple[Sequence[Weight], Weight]:
+        """Gate with up, and down with its inputs in the order they are made."""
+        (down,) = self._read((f"{name}.down_proj",), (in_features,), inner, bias)
+        order = None
+        if isinstance(down, Int4Weight):
+            order, down = down.order, replace(down, order=None)
+        names = (f"{name}.gate_proj", f"{name}.up_proj")
+        return self._read(names, (inner, inner), in_features, bias, (order, order)), down
+
     def _read(
         self,
         names: Sequence[str],
@@ -91,7 +111,7 @@ class WeightSource:
         in_features: int,
         bias: bool | Sequence[bool],
         rows: Sequence[torch.Tensor | None] = (),
-    ) -> Sequence[Int4Weight | DenseWeight]:
+    ) -> Sequence[Weight]:
         """The modules as one weight, or one each where they are stored too differently to fuse."""
         biases = [bias] * len(names) if isinstance(bias, bool) else bias
         sides = zip(names, widths, biases, strict=True)
@@ -99,20 +119,25 @@ class WeightSource:
         for index, order in enumerate(rows):
             if order is not None:
                 weights[index] = weights[index].reordered(order)
-        self.formats.update("int4" if isinstance(w, Int4Weight) else "dense" for w in weights)
-        int4 = [w for w in weights if isinstance(w, Int4Weight)]
-        dense = [w for w in weights if isinstance(w, DenseWeight)]
-        if len(weights) == 1:
-            return weights
-        if len(int4) == len(weights) and Int4Weight.can_cat(int4):
-            return [Int4Weight.cat(int4)]
-        if len(dense) == len(weights):
-            return [DenseWeight.cat(dense)]
-        return weights
+        self.formats.update(w.label for w in weights)
+        fused = fuse(weights)
+        return weights if fused is None else [fused]
 
-    def _pack(self, weight: Int4Weight | DenseWeight) -> DenseLinear | Int4Linear:
+    def _pack(self, weight: Weight) -> DenseLinear | Int4Linear | OrderedLinear:
+        plain = self._pack_plain(weight)
+        order = weight.order if isinstance(weight, Int4Weight) else None
+        return plain if order is None else OrderedLinear(self.kernels, plain, order)
+
+    def _pack_plain(self, weight: Weight) -> DenseLinear | Int4Linear:
+        """The product over inputs as the codes have them."""
         bias = None if weight.bias is None else weight.bias.to(torch.float32, copy=True)
         if isinstance(weight, Int4Weight):
             packed = self.kernels.pack_int4(weight.codes, weight.zeros, weight.scales, weight.group_size)
             return Int4Linear(self.kernels, packed, bias)
+        if isinstance(weight, Fp8Weight):
+            return DenseLinear(self.kernels, self.kernels.pack_fp8(weight.codes, weight.scales, weight.block), bias)
         return DenseLinear(self.kernels, self.kernels.pack_dense(weight.weight), bias)
+
+    def _joined(self, weights: Sequence[Weight]) -> Linear:
+        parts = [self._pack(w) for w in weights]
+        return parts[0] if len(parts) == 1 else SplitLinear(self.kernels, parts)

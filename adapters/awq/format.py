@@ -1,4 +1,4 @@
-"""How 4-bit weights are laid out in public checkpoints, as data, and the one form they take in memory.
+"""How 4-bit weights are laid out in public checkpoints, as data. No torch here.
 
 A dialect is an `AwqFormat`: which axis is packed, in which nibble order, whether the input side comes first, which
 names the tensors carry. `unpack` follows the descriptor, so a new dialect is a new value here. A dialect is never
@@ -10,13 +10,8 @@ zeros in 0..15; "symmetric" is a zero of 8.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 NIBBLES_PER_WORD = 8
 SYMMETRIC_ZERO = 8
@@ -111,107 +106,3 @@ PACK_QUANTIZED = AwqFormat(
 )
 AWQ_VERSIONS = {"gemm": GEMM, "gemv": GEMV}
 """`quantization_config.version` of AutoAWQ checkpoints that can be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Int4Weight:
-    """A 4-bit linear layer, dialect-free.
-
-    Shapes: `codes [N, K] uint8` in 0..15, `zeros [N, K/group_size] uint8` in 0..15, `scales [N, K/group_size]` in the
-    stored dtype, `bias [N]` or None. `group_size` is the real one (-1 already resolved to K).
-    """
-
-    codes: torch.Tensor
-    zeros: torch.Tensor
-    scales: torch.Tensor
-    group_size: int
-    bias: torch.Tensor | None = None
-
-    @property
-    def out_features(self) -> int:
-        """N."""
-        return int(self.codes.shape[0])
-
-    @property
-    def in_features(self) -> int:
-        """K."""
-        return int(self.codes.shape[1])
-
-    def dequantise(self) -> torch.Tensor:
-        """The weight as `[N, K] float32`, each product exact."""
-        groups = self.codes.view(self.out_features, -1, self.group_size).float()
-        values = groups.sub_(self.zeros.unsqueeze(-1)).mul_(self.scales.float().unsqueeze(-1))
-        return values.view(self.out_features, self.in_features)
-
-    def reordered(self, rows: torch.Tensor) -> Int4Weight:
-        """The layer with its outputs in the order `rows [N] int64`."""
-        bias = None if self.bias is None else self.bias[rows]
-        return Int4Weight(self.codes[rows], self.zeros[rows], self.scales[rows], self.group_size, bias)
-
-    @staticmethod
-    def can_cat(parts: Sequence[Int4Weight | DenseWeight]) -> bool:
-        """True if `cat` may fuse the parts: all 4-bit, same input side, same group size."""
-        first = parts[0]
-        return isinstance(first, Int4Weight) and all(
-            isinstance(p, Int4Weight) and (p.in_features, p.group_size) == (first.in_features, first.group_size)
-            for p in parts
-        )
-
-    @staticmethod
-    def cat(parts: Sequence[Int4Weight]) -> Int4Weight:
-        """Fuse along the output side in the order given, biases with their columns (a missing one counts as 0)."""
-        import torch
-
-        assert Int4Weight.can_cat(parts), "only layers of one input side and group size fuse"
-        return Int4Weight(
-            codes=torch.cat([p.codes for p in parts]),
-            zeros=torch.cat([p.zeros for p in parts]),
-            scales=torch.cat([p.scales for p in parts]),
-            group_size=parts[0].group_size,
-            bias=_cat_biases(parts),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class DenseWeight:
-    """An unquantised linear layer: `weight [N, K]` and `bias [N]` or None, in the stored dtype.
-
-    The tensors may be views of the mapped file: copy before writing to them.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-
-    @property
-    def out_features(self) -> int:
-        """N."""
-        return int(self.weight.shape[0])
-
-    @property
-    def in_features(self) -> int:
-        """K."""
-        return int(self.weight.shape[1])
-
-    def dequantise(self) -> torch.Tensor:
-        """The weight as `[N, K] float32`."""
-        return self.weight.float()
-
-    def reordered(self, rows: torch.Tensor) -> DenseWeight:
-        """The layer with its outputs in the order `rows [N] int64`."""
-        return DenseWeight(self.weight[rows], None if self.bias is None else self.bias[rows])
-
-    @staticmethod
-    def cat(parts: Sequence[DenseWeight]) -> DenseWeight:
-        """Fuse along the output side in the order given, biases with their columns (a missing one counts as 0)."""
-        import torch
-
-        return DenseWeight(torch.cat([p.weight for p in parts]), _cat_biases(parts))
-
-
-def _cat_biases(parts: Sequence[Int4Weight] | Sequence[DenseWeight]) -> torch.Tensor | None:
-    import torch
-
-    given = [p.bias for p in parts if p.bias is not None]
-    if not given:
-        return None
-    return torch.cat([given[0].new_zeros(p.out_features) if p.bias is None else p.bias for p in parts])

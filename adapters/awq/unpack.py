@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_tgi.adapters.awq.format import GEMM, NIBBLES_PER_WORD, SYMMETRIC_ZERO, AwqFormat, Axis, Int4Weight
+from deepseek_tgi.adapters.awq.format import GEMM, NIBBLES_PER_WORD, SYMMETRIC_ZERO, AwqFormat, Axis
+from deepseek_tgi.adapters.weight_forms import Int4Weight
 
 
 def unpack(

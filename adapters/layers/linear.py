@@ -92,13 +92,39 @@ class Int4Linear(Linear):
         self._silu_kernel(gate_up, self.weight, self.bias, residual, residual)
 
 
+class OrderedLinear(Linear):
+    """A weight whose inputs were sorted by quantisation group when it was stored: x is gathered into that order first.
+
+    Takes one temporary of x a product; where the inputs' maker is at hand, its rows are sorted at load instead.
+    """
+
+    def __init__(self, kernels: KernelSet, sorted_linear: DenseLinear | Int4Linear, order: torch.Tensor) -> None:
+        super().__init__(kernels)
+        self._sorted = sorted_linear
+        self._order = order
+
+    @property
+    def weight(self) -> PackedDense | PackedInt4:
+        """The packed weight, inputs sorted."""
+        return self._sorted.weight
+
+    @property
+    def nbytes(self) -> int:
+        """See `Linear`."""
+        return self._sorted.nbytes + self._order.nbytes
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        """See `Linear`."""
+        return self._sorted(x.index_select(1, self._order), residual, out)
+
+
 class SplitLinear(Linear):
     """Modules that should be fused but are stored differently (one dense, one packed): run one by one.
 
     Takes one temporary a module; only checkpoints that mix formats within a layer pay it.
     """
 
-    def __init__(self, kernels: KernelSet, parts: Sequence[DenseLinear | Int4Linear]) -> None:
+    def __init__(self, kernels: KernelSet, parts: Sequence[DenseLinear | Int4Linear | OrderedLinear]) -> None:
         super().__init__(kernels)
         self._parts = parts
 

@@ -26,13 +26,8 @@ class Mlp(Part):
     def load(cls, source: WeightSource, name: str, norm: str, config: ModelConfig, mlp: GatedMlp) -> Mlp:
         """Read module `name` (for example `model.layers.0.mlp`) and the norm before it."""
         hidden, inner = config.hidden_size, mlp.intermediate_size
-        names = (f"{name}.gate_proj", f"{name}.up_proj")
-        return cls(
-            source.norm(norm, hidden, config.rms_norm_eps),
-            source.linear(names, (inner, inner), hidden, mlp.bias),
-            source.linear((f"{name}.down_proj",), (hidden,), inner, mlp.bias),
-            inner,
-        )
+        gate_up, down = source.gated(name, hidden, inner, mlp.bias)
+        return cls(source.norm(norm, hidden, config.rms_norm_eps), gate_up, down, inner)
 
     @property
     def scratch_floats(self) -> int:

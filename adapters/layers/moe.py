@@ -45,18 +45,16 @@ class Moe(Part):
         assert spec is not None, "only layers with experts load them"
         inner, shared = spec.intermediate_size, spec.shared_size
         names = [f"{name}.experts.{index}" for index in range(spec.routing.num_experts)]
-        gate_up = [source.packed((f"{n}.gate_proj", f"{n}.up_proj"), (inner, inner), hidden) for n in names]
-        down = [source.packed((f"{n}.down_proj",), (hidden,), inner) for n in names]
-        shared_names = (f"{name}.shared_experts.gate_proj", f"{name}.shared_experts.up_proj")
+        experts = [source.expert(n, hidden, inner) for n in names]
+        shared_name = f"{name}.shared_experts"
+        shared_gate_up, shared_down = source.gated(shared_name, hidden, shared, False) if shared else (None, None)
         weights = MoeWeights(
             norm=source.norm(norm, hidden, config.rms_norm_eps),
             gate=source.linear((f"{name}.gate",), (spec.routing.num_experts,), hidden, False),
             bias=source.correction_bias(f"{name}.gate", spec.routing),
-            experts=source.kernels.pack_experts(gate_up, down),
-            shared_gate_up=source.linear(shared_names, (shared, shared), hidden, False) if shared else None,
-            shared_down=source.linear((f"{name}.shared_experts.down_proj",), (hidden,), shared, False)
-            if shared
-            else None,
+            experts=source.kernels.pack_experts([e[0] for e in experts], [e[1] for e in experts]),
+            shared_gate_up=shared_gate_up,
+            shared_down=shared_down,
         )
         return cls(spec, weights, source)
 

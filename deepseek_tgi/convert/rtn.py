@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_tgi.adapters.awq.format import Int4Weight
+from deepseek_tgi.adapters.weight_forms import Int4Weight
 
 _LEVELS = 15
 _MIN_SCALE, _MAX_SCALE = 2.0**-24, 65504.0

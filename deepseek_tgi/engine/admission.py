@@ -7,9 +7,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from deepseek_tgi.core import Generation, Request
-from deepseek_tgi.engine.batch import MAX_PROMPT_LOGIT_ROWS, Batch
-from deepseek_tgi.engine.config import Counter
-from deepseek_tgi.engine.intake import FIRST_BLOCK, CacheShape, Intake
+from deepseek_tgi.engine.batch import Batch
+from deepseek_tgi.engine.config import FIRST_BLOCK, MAX_PROMPT_LOGIT_ROWS, Counter
+from deepseek_tgi.engine.intake import CacheShape, Intake
 from deepseek_tgi.engine.report import ended_early
 from deepseek_tgi.engine.runner import Runner
 from deepseek_tgi.engine.sequence import Sequence

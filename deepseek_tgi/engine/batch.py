@@ -6,12 +6,10 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from deepseek_tgi.core import CachedBatch
+from deepseek_tgi.engine.config import MAX_PROMPT_LOGIT_ROWS
 from deepseek_tgi.engine.sequence import Sequence
 from deepseek_tgi.engine.step import DecodePlan
 from deepseek_tgi.errors import RequestError
-
-MAX_PROMPT_LOGIT_ROWS = 256
-"""Prompt tokens scored in one step: logits of a whole prompt at once would take gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,16 @@ EVENTS = {
     "requests_failed": "requests that were ended because they could not be run or sampled",
 }
 
+FIRST_BLOCK = 1
+"""Block 0 belongs to the liveness request."""
+MAX_PROMPT_LOGIT_ROWS = 256
+"""Prompt tokens scored in one step: logits of a whole prompt at once would take gigabytes."""
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks that `tokens` slots take."""
+    return -(-tokens // block_size)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:

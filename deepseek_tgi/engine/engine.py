@@ -18,8 +18,16 @@ from deepseek_tgi.core import HEALTH_REQUEST_ID, CachedBatch, Generation, Reques
 from deepseek_tgi.engine.admission import Admission
 from deepseek_tgi.engine.batch import Batch, concatenate, filtered, make_batch
 from deepseek_tgi.engine.batch_store import BatchStore
-from deepseek_tgi.engine.config import Counter, EngineConfig, ShardInfo, WarmupResult, ignore
-from deepseek_tgi.engine.intake import FIRST_BLOCK, Intake, blocks_for
+from deepseek_tgi.engine.config import (
+    FIRST_BLOCK,
+    Counter,
+    EngineConfig,
+    ShardInfo,
+    WarmupResult,
+    blocks_for,
+    ignore,
+)
+from deepseek_tgi.engine.intake import Intake
 from deepseek_tgi.engine.memory import LinuxMemory, MemoryReader
 from deepseek_tgi.engine.runner import Runner
 from deepseek_tgi.engine.warmup import Limits, cache_budget, plan_cache, workspace_bytes, worst_case

@@ -8,8 +8,7 @@ import torch
 
 from deepseek_tgi.adapters.base import ModelAdapter
 from deepseek_tgi.core import HEALTH_REQUEST_ID, Request
-from deepseek_tgi.engine.batch import MAX_PROMPT_LOGIT_ROWS
-from deepseek_tgi.engine.config import Counter, EngineConfig
+from deepseek_tgi.engine.config import FIRST_BLOCK, MAX_PROMPT_LOGIT_ROWS, Counter, EngineConfig, blocks_for
 from deepseek_tgi.engine.prefix_guard import PrefixGuard
 from deepseek_tgi.engine.sequence import Sequence
 from deepseek_tgi.engine.stopping import StopState
@@ -17,9 +16,6 @@ from deepseek_tgi.errors import RequestError, ResourceError
 from deepseek_tgi.logits.grammar import GrammarCompiler
 from deepseek_tgi.logits.pipeline import sampling_state
 from deepseek_tgi.text.detokenize import IncrementalDetokenizer
-
-FIRST_BLOCK = 1
-"""Block 0 belongs to the liveness request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +98,6 @@ class Intake:
             # Nothing precedes the first token, and what was not computed has no logprob.
             sequence.prompt_logprobs = [float("nan")] * (sequence.cache_len + 1)
             sequence.next_tokens = min(sequence.next_tokens, MAX_PROMPT_LOGIT_ROWS)
-
-
-def blocks_for(tokens: int, block_size: int) -> int:
-    """Blocks that `tokens` slots take."""
-    return -(-tokens // block_size)
 
 
 def _given_blocks(request: Request, needed: int, shape: CacheShape) -> torch.Tensor:

@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 
 from deepseek_tgi.adapters.base import ModelAdapter
 from deepseek_tgi.core import Request
-from deepseek_tgi.engine.batch import MAX_PROMPT_LOGIT_ROWS
-from deepseek_tgi.engine.config import EngineConfig, WarmupResult
-from deepseek_tgi.engine.intake import FIRST_BLOCK, blocks_for
+from deepseek_tgi.engine.config import FIRST_BLOCK, MAX_PROMPT_LOGIT_ROWS, EngineConfig, WarmupResult, blocks_for
 from deepseek_tgi.errors import ConfigError, ResourceError
 from deepseek_tgi.kv.layout import CacheLayout
 

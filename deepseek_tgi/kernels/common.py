@@ -17,8 +17,10 @@ __all__ = [
     "PackedDense",
     "PackedInt4",
     "PlainDense",
+    "PlainFp8",
     "check_addends",
     "check_dense",
+    "check_fp8",
     "check_int4",
     "check_linear",
     "describe",
@@ -93,6 +95,35 @@ class PlainDense(PackedDense):
         return self.weight[ids].float()
 
 
+class PlainFp8(PackedDense):
+    """An FP8 weight kept as stored; each implementation has a subclass, so that sets do not mix.
+
+    Shapes: `codes [N, K] float8_e4m3fn`, `scales [N, ceil(K / block)] float32`.
+    """
+
+    __slots__ = ("block", "codes", "scales")
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, block: int) -> None:
+        check_fp8(codes, scales, block)
+        self.codes, self.scales, self.block = codes.clone(), scales.clone(), block
+        super().__init__(codes.shape[0], codes.shape[1], self.codes.nbytes + self.scales.nbytes)
+
+    def dense(self) -> torch.Tensor:
+        """See `PackedDense`."""
+        return self.tile(0, self.out_features)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """See `PackedDense`."""
+        return self._widened(self.codes[ids], self.scales[ids])
+
+    def tile(self, start: int, stop: int) -> torch.Tensor:
+        """Rows `start:stop` as float32 `[rows, K]`."""
+        return self._widened(self.codes[start:stop], self.scales[start:stop])
+
+    def _widened(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return codes.float() * scales.repeat_interleave(self.block, 1)[:, : self.in_features]
+
+
 def refuse(message: str) -> NoReturn:
     """Raise `GenerationError(message)`: a caller handed a kernel something it does not take."""
     raise GenerationError(message)
@@ -124,6 +155,17 @@ def check_dense(weight: torch.Tensor) -> None:
     """Check a dense weight before packing. Raises `ConfigError`."""
     if weight.dim() != 2 or not weight.dtype.is_floating_point:
         raise ConfigError(f"dense weight: got {describe('weight', weight)}, expected [N, K] of a float dtype")
+
+
+def check_fp8(codes: torch.Tensor, scales: torch.Tensor, block: int) -> None:
+    """Check an FP8 weight before packing. Raises `ConfigError` naming the tensor that does not fit."""
+    if codes.dim() != 2 or codes.dtype != torch.float8_e4m3fn:
+        raise ConfigError(f"FP8 weight: got {describe('codes', codes)}, expected [N, K] float8_e4m3fn")
+    if block <= 0:
+        raise ConfigError(f"FP8 weight: got blocks of {block}, expected a positive number")
+    shape = (codes.shape[0], -(-codes.shape[1] // block))
+    if scales.dtype != torch.float32 or tuple(scales.shape) != shape:
+        raise ConfigError(f"FP8 weight: got {describe('scales', scales)}, expected {list(shape)} float32")
 
 
 def check_linear(

@@ -18,7 +18,7 @@ from deepseek_tgi.kernels.compiler import BuildError, build, discard_private
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["AttentionCall", "BuildError", "DenseWeight", "NativeLibrary", "Pages", "QuantWeight", "load"]
+__all__ = ["AttentionCall", "BuildError", "DenseWeight", "NativeLibrary", "Pages", "QuantWeight", "RouteCall", "load"]
 
 QUICK_PRODUCTS = 1 << 26
 """Multiply-adds up to which a call is quick: some 0.3 ms on one core."""
@@ -37,7 +37,10 @@ class QuantWeight(Structure):
 class DenseWeight(Structure):
     """`DenseWeight` of native/api.h."""
 
-    _fields_ = [*((name, c_int64) for name in ("n", "k", "kind", "num_threads")), ("data", c_void_p)]
+    _fields_ = [
+        *((name, c_int64) for name in ("n", "k", "kind", "num_threads", "block")),
+        *((name, c_void_p) for name in ("data", "scales")),
+    ]
 
 
 class Pages(Structure):
@@ -61,6 +64,16 @@ class AttentionCall(Structure):
     ]
 
 
+class RouteCall(Structure):
+    """`RouteCall` of native/api.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("experts", "top_k", "groups", "top_groups", "counted")),
+        *((name, c_int64) for name in ("sigmoid", "normalise", "num_threads")),
+        ("scale", c_double),
+    ]
+
+
 _P, _I, _F = c_void_p, c_int64, c_float
 _SIGNATURES: dict[str, list[Any]] = {
     "dstgi_quant_linear": [_P, _P, _I, _I, _P, _P, _P, _I, _P, _F],
@@ -72,6 +85,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dstgi_silu_mul": [_P, _P, _I, _I, _I],
     "dstgi_rope": [_P, _P, _P, _P, *[_I] * 9],
     "dstgi_kv_write": [_P, _P, _P, _P, *[_I] * 6],
+    "dstgi_route": [_P, _P, _P, _I, _P, _P],
     "dstgi_qkv_attention": [_P, _P, _P, _P, _F],
     "dstgi_paged_attention": [_P, _P, _P, _P, _P, _P, *[_I] * 4, _F, _I],
 }

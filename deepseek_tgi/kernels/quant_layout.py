@@ -1,8 +1,14 @@
-"""How the native library lays out integer weights: the Python half of `native/api.h`."""
+"""How the native library lays out integer weights: the Python half of `native/api.h`.
+
+The arithmetic needs no torch, which is imported by what moves tensors.
+"""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 TILE = 32
 _MAX_WIDTH = 128
@@ -23,6 +29,8 @@ def padded_tiles(out_features: int) -> int:
 
 def exact_scales(scales: torch.Tensor) -> tuple[int, torch.Tensor]:
     """`(scale_kind, scales)`: float16 or bfloat16 if every scale survives it, else float32."""
+    import torch
+
     wide = scales.float()
     for kind, dtype in ((1, torch.float16), (2, torch.bfloat16)):
         narrow = wide.to(dtype)
@@ -33,6 +41,8 @@ def exact_scales(scales: torch.Tensor) -> tuple[int, torch.Tensor]:
 
 def in_tiles(per_group: torch.Tensor, blocks_per_group: int) -> torch.Tensor:
     """`[N, groups]` to `[tiles, blocks, 32]`, padded with zeros."""
+    import torch
+
     out_features = per_group.shape[0]
     tiles = padded_tiles(out_features)
     blocks = per_group.repeat_interleave(blocks_per_group, 1)

@@ -10,7 +10,7 @@ import torch
 
 from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.kernels.common import ComputeDtype
-from deepseek_tgi.kernels.dense_linear import DenseLinear, PackDense
+from deepseek_tgi.kernels.dense_linear import DenseLinear, PackDense, PackFp8
 from deepseek_tgi.kernels.embedding import Embedding
 from deepseek_tgi.kernels.int4_linear import Int4Linear, NormInt4Linear, PackInt4, SiluInt4Linear
 from deepseek_tgi.kernels.kv_write import KvWrite
@@ -49,6 +49,7 @@ class KernelSet:
     norm_int4_linear: NormInt4Linear
     silu_int4_linear: SiluInt4Linear
     pack_dense: PackDense
+    pack_fp8: PackFp8
     dense_linear: DenseLinear
     rms_norm: RmsNorm
     rope: Rope
@@ -79,7 +80,7 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
     from deepseek_tgi.kernels.qkv_attention.composed import ComposedQkvAttention
     from deepseek_tgi.kernels.rms_norm import reference as norm
     from deepseek_tgi.kernels.rope import reference as rope
-    from deepseek_tgi.kernels.route import cpu as routing
+    from deepseek_tgi.kernels.route import reference as routing
     from deepseek_tgi.kernels.silu_mul import reference as silu
 
     return KernelSet(
@@ -92,6 +93,7 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
         norm_int4_linear=fused.after_norm(norm.rms_norm, int4.int4_linear),
         silu_int4_linear=fused.after_silu(silu.silu_mul, int4.int4_linear),
         pack_dense=dense.pack_dense,
+        pack_fp8=dense.ReferenceFp8,
         dense_linear=dense.dense_linear,
         rms_norm=norm.rms_norm,
         rope=rope.rope,
@@ -136,6 +138,7 @@ def _torch(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Kernel
         norm_int4_linear=fused.after_norm(norm.rms_norm, int4.int4_linear),
         silu_int4_linear=fused.after_silu(silu.silu_mul, int4.int4_linear),
         pack_dense=dense.packer(compute_dtype),
+        pack_fp8=dense.fp8_packer(compute_dtype),
         dense_linear=dense.dense_linear,
         rms_norm=norm.rms_norm,
         rope=rope.rope,
@@ -167,7 +170,7 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
     from deepseek_tgi.kernels.qkv_attention import native as qkv
     from deepseek_tgi.kernels.rms_norm import native as norm
     from deepseek_tgi.kernels.rope import native as rope
-    from deepseek_tgi.kernels.route import cpu as routing
+    from deepseek_tgi.kernels.route import native as routing
     from deepseek_tgi.kernels.silu_mul import native as silu
 
     ops = int4.Int4Ops(library)
@@ -181,6 +184,7 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
         norm_int4_linear=ops.norm_int4_linear,
         silu_int4_linear=ops.silu_int4_linear,
         pack_dense=dense.Packer(library, compute_dtype, num_threads),
+        pack_fp8=dense.Fp8Packer(library, num_threads),
         dense_linear=dense.DenseOps(library).dense_linear,
         rms_norm=norm.RmsNormOp(library, num_threads),
         rope=rope.RopeOp(library, num_threads),
@@ -192,7 +196,7 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
         latent_write=latent_kv.latent_write,
         pack_up=latent.TorchUp,
         latent_attention=latent.latent_attention,
-        route=routing.route,
+        route=routing.RouteOp(library, num_threads),
         pack_experts=PackedExperts,
         moe=GroupedMoe(ops.int4_linear, dense.DenseOps(library).dense_linear, silu.SiluMulOp(library, num_threads)),
     )

@@ -1,8 +1,9 @@
-"""`x @ w.T` with a dense weight: layers kept out of quantisation and the output head.
+"""`x @ w.T` with a dense weight (layers kept out of quantisation, the output head) or one of 8-bit floats in blocks.
 
 `dense_linear(x [M, K] f32, w, bias [N] f32 | None, residual [M, N] f32 | None, out [M, N] f32 | None) -> [M, N] f32`.
 Accumulates in float32; `M` may be 0; `out` may be `residual`. Storage is bfloat16 or float32 as `pack_dense` decides
-from the compute dtype (float32 compute never stores less than the checkpoint does).
+from the compute dtype (float32 compute never stores less than the checkpoint does). `pack_fp8` keeps codes at one byte
+a weight; they enter the products exactly, `w = code * scale`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,19 @@ import torch
 
 from deepseek_tgi.kernels.common import PackedDense
 
-__all__ = ["DenseLinear", "PackDense"]
+__all__ = ["DenseLinear", "PackDense", "PackFp8"]
 
 
 class PackDense(Protocol):
     """Rearranges a dense weight `[N, K]`; the argument is not kept."""
 
     def __call__(self, weight: torch.Tensor) -> PackedDense: ...
+
+
+class PackFp8(Protocol):
+    """Rearranges `codes [N, K] float8_e4m3fn` (none of them NaN) with `scales [N, ceil(K / block)] float32`."""
+
+    def __call__(self, codes: torch.Tensor, scales: torch.Tensor, block: int) -> PackedDense: ...
 
 
 class DenseLinear(Protocol):

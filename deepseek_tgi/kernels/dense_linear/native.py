@@ -17,6 +17,7 @@ from deepseek_tgi.kernels.common import (
     ComputeDtype,
     PackedDense,
     check_dense,
+    check_fp8,
     check_linear,
     describe,
     refuse,
@@ -26,6 +27,7 @@ from deepseek_tgi.kernels.quant_layout import TILE, block_width, in_tiles, padde
 
 _F32 = torch.float32
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FLOAT8 = 3
 _GRID = 32
 _GRID_MIN_WEIGHTS = 1 << 20
 _GRID_FITS = 3
@@ -34,14 +36,14 @@ _BF16_STEP = 2.0**-8
 
 
 class NativeDense(PackedDense):
-    """A weight in the library's tiles, in 16 or 32 bits."""
+    """A weight in the library's tiles, in 32, 16 or 8 bits (these with scales)."""
 
-    __slots__ = ("_data", "_library", "_struct", "address")
+    __slots__ = ("_library", "_parts", "_struct", "address")
 
-    def __init__(self, library: NativeLibrary, data: torch.Tensor, struct: DenseWeight) -> None:
-        self._library, self._data, self._struct = library, data, struct
+    def __init__(self, library: NativeLibrary, parts: tuple[torch.Tensor, ...], struct: DenseWeight) -> None:
+        self._library, self._parts, self._struct = library, parts, struct
         self.address = ctypes.addressof(struct)
-        super().__init__(struct.n, struct.k, data.nbytes)
+        super().__init__(struct.n, struct.k, sum(p.nbytes for p in parts))
 
     def dense(self) -> torch.Tensor:
         """The weight as stored, `[N, K] float32`."""
@@ -128,19 +130,10 @@ class Packer:
         return self._pack_float(weight)
 
     def _pack_float(self, weight: torch.Tensor) -> PackedDense:
-        out_features, in_features = weight.shape
-        tiles = padded_tiles(out_features)
-        pair = 2 if weight.dtype == torch.bfloat16 else 1
-        data = torch.zeros(tiles, -(-in_features // pair), TILE, pair, dtype=weight.dtype)
-        step = max(1, _WEIGHTS_AT_ONCE // (in_features * TILE))
-        for tile in range(0, tiles, step):
-            rows = weight[tile * TILE : (tile + step) * TILE]
-            count = min(step, tiles - tile)
-            padded = torch.nn.functional.pad(rows, (0, in_features % pair, 0, count * TILE - rows.shape[0]))
-            # [count, 32, K / pair, pair] -> [count, K / pair, 32, pair]
-            data[tile : tile + count] = padded.view(count, TILE, -1, pair).transpose(1, 2)
-        struct = DenseWeight(out_features, in_features, _KINDS[weight.dtype], self.num_threads, data.data_ptr())
-        return NativeDense(self.library, data, struct)
+        data = _tiled(weight, 2 if weight.dtype == torch.bfloat16 else 1)
+        n, k = weight.shape
+        struct = DenseWeight(n, k, _KINDS[weight.dtype], self.num_threads, 0, data.data_ptr(), None)
+        return NativeDense(self.library, (data,), struct)
 
     def _pack_grid(self, codes: torch.Tensor, scales: torch.Tensor) -> PackedDense:
         out_features, in_features = codes.shape
@@ -154,6 +147,36 @@ class Packer:
         )  # fmt: skip
         self.library.slow.dstgi_pack_codes(ctypes.addressof(struct), codes.data_ptr())
         return NativeGrid(self.library, parts, struct)
+
+
+def _tiled(weight: torch.Tensor, pair: int) -> torch.Tensor:
+    """`[N, K]` as `[tiles, ceil(K / pair), 32, pair]`, padded with zeros, some tiles at a time."""
+    out_features, in_features = weight.shape
+    tiles = padded_tiles(out_features)
+    data = torch.zeros(tiles, -(-in_features // pair), TILE, pair, dtype=weight.dtype)
+    step = max(1, _WEIGHTS_AT_ONCE // (in_features * TILE))
+    for tile in range(0, tiles, step):
+        rows = weight[tile * TILE : (tile + step) * TILE]
+        count = min(step, tiles - tile)
+        padded = torch.nn.functional.pad(rows, (0, in_features % pair, 0, count * TILE - rows.shape[0]))
+        # [count, 32, K / pair, pair] -> [count, K / pair, 32, pair]
+        data[tile : tile + count] = padded.view(count, TILE, -1, pair).transpose(1, 2)
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Packer:
+    """Packs FP8 weights for one library and thread count."""
+
+    library: NativeLibrary
+    num_threads: int
+
+    def __call__(self, codes: torch.Tensor, scales: torch.Tensor, block: int) -> PackedDense:
+        """See the contract."""
+        check_fp8(codes, scales, block)
+        parts = (_tiled(codes.view(torch.uint8), 1), in_tiles(scales, 1))
+        struct = DenseWeight(*codes.shape, _FLOAT8, self.num_threads, block, *(part.data_ptr() for part in parts))
+        return NativeDense(self.library, parts, struct)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,12 @@ struct QuantWeight {
 };
 
 // A dense weight in tiles of 32 outputs. `kind`: 0 float32 [tiles][k][32], 1 bfloat16 pairs [tiles][(k + 1) / 2][2][16],
-// 2 float16 [tiles][k][32].
+// 2 float16 [tiles][k][32], 3 float8 E4M3 [tiles][k][32] without NaN, with one float32 scale for each output and `block`
+// inputs, [tiles][ceil(k / block)][32] (the others have no scales).
 struct DenseWeight {
-  int64_t n, k, kind, num_threads;
+  int64_t n, k, kind, num_threads, block;
   const void* data;
+  const float* scales;
 };
 
 // One layer's part of the pages; strides in bytes. `mode`: 0 float32, 1 bfloat16, 2 float16, 3 int8 with scales.
@@ -45,6 +47,12 @@ struct AttentionCall {
   const int64_t* slots;
   const int32_t *cu_seqlens, *block_tables, *cache_lens;
   int64_t tokens, requests, table_stride, heads, q_row, k_row, v_row, rotary, num_threads;
+  double scale;
+};
+
+// How tokens choose experts. `counted`: the best experts that a group ranks by, 0 (groups do not count), 1 or 2.
+struct RouteCall {
+  int64_t experts, top_k, groups, top_groups, counted, sigmoid, normalise, num_threads;
   double scale;
 };
 

@@ -1,8 +1,8 @@
-// Linear layers with float32, bfloat16 or float16 weights and float32 activations: nothing is rounded but the sums.
+// Linear layers with float32, bfloat16, float16 or float8 weights and float32 activations: nothing is rounded but the sums.
 //
 // Layout: tiles of 32 outputs; [k][32], but bfloat16 [k / 2][2][16] with k even in the low half of a word and k odd in the
 // high one, so that a shift or a mask makes the float32. Each output has two running sums, even and odd k, added
-// at the end: the same order for every M.
+// at the end: the same order for every M. With float8 the two are summed and scaled at the end of each block.
 
 #include "api.h"
 #include "heads.h"
@@ -22,8 +22,7 @@ struct Call {
   int64_t m, x_stride;
 };
 
-// The weights of k and k + 1 (or of k alone, then `odd` is zero) for one tile.
-enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT8 = 3 };
 
 template <Kind KIND>
 DSTGI_INLINE F32 load_row(const void* tile, int64_t k, int v) {
@@ -32,6 +31,7 @@ DSTGI_INLINE F32 load_row(const void* tile, int64_t k, int v) {
   return load(static_cast<const float*>(tile) + at);
 }
 
+// The weights of k and k + 1 (or of k alone, then `odd` is zero) for one tile.
 template <Kind KIND>
 DSTGI_INLINE void load_weights(const void* tile, int64_t pair, bool both, F32* even, F32* odd) {
   for (int v = 0; v < 2; ++v) {
@@ -44,6 +44,16 @@ DSTGI_INLINE void load_weights(const void* tile, int64_t pair, bool both, F32* e
       odd[v] = both ? load_row<KIND>(tile, pair * 2 + 1, v) : zero();
     }
   }
+}
+
+// Sum of half `v` of a tile, with what is added to it, into its place.
+DSTGI_INLINE void finish(const Call& c, int64_t row, int64_t tile, int v, F32 y) {
+  const int64_t n = tile * TILE + v * LANES, at = row * c.w->n + n;
+  const int left = static_cast<int>(c.w->n - n);
+  if (left <= 0) return;
+  if (c.bias != nullptr) y = add(y, load_n(c.bias + n, left));
+  if (c.residual != nullptr) y = add(y, load_n(c.residual + at, left));
+  store_n(c.out + at, y, left);
 }
 
 template <Kind KIND, int R>
@@ -77,15 +87,63 @@ void rows_by_tile(const Call& c, int64_t row, int64_t tile) {
         sums[(r * 2 + v) * 2] = fma(set1(x[r * c.x_stride]), even[v], sums[(r * 2 + v) * 2]);
   }
   DSTGI_UNROLL
-  for (int i = 0; i < R * 2; ++i) {
-    const int64_t n = tile * TILE + i % 2 * LANES, at = (row + i / 2) * w.n + n;
-    const int left = static_cast<int>(w.n - n);
-    if (left <= 0) continue;
-    F32 y = add(sums[i * 2], sums[i * 2 + 1]);
-    if (c.bias != nullptr) y = add(y, load_n(c.bias + n, left));
-    if (c.residual != nullptr) y = add(y, load_n(c.residual + at, left));
-    store_n(c.out + at, y, left);
+  for (int i = 0; i < R * 2; ++i) finish(c, row + i / 2, tile, i % 2, add(sums[i * 2], sums[i * 2 + 1]));
+}
+
+constexpr float E4M3_FACTOR = 256.0f;  // what `load_e4m3` leaves out
+
+template <int R>
+void rows_by_float8_tile(const Call& c, int64_t row, int64_t tile) {
+  const DenseWeight& w = *c.w;
+  const int64_t blocks = (w.k + w.block - 1) / w.block;
+  const uint8_t* codes = static_cast<const uint8_t*>(w.data) + tile * w.k * TILE;
+  const float* scales = w.scales + tile * blocks * TILE;
+  const float* x = c.x + row * c.x_stride;
+  F32 totals[R * 2];
+  DSTGI_UNROLL
+  for (int i = 0; i < R * 2; ++i) totals[i] = zero();
+  for (int64_t b = 0; b < blocks; ++b, scales += TILE) {
+    const int64_t width = b + 1 < blocks ? w.block : w.k - b * w.block;
+    F32 sums[R * 4];  // [r][v][parity]
+    DSTGI_UNROLL
+    for (int i = 0; i < R * 4; ++i) sums[i] = zero();
+    for (int64_t k = 0; k + 1 < width; k += 2, x += 2, codes += 2 * TILE) {
+      F32 q[4];
+      DSTGI_UNROLL
+      for (int i = 0; i < 4; ++i) q[i] = load_e4m3(codes + i * LANES);
+      DSTGI_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const F32 x0 = set1(x[r * c.x_stride]), x1 = set1(x[r * c.x_stride + 1]);
+        DSTGI_UNROLL
+        for (int v = 0; v < 2; ++v) {
+          sums[(r * 2 + v) * 2] = fma(x0, q[v], sums[(r * 2 + v) * 2]);
+          sums[(r * 2 + v) * 2 + 1] = fma(x1, q[2 + v], sums[(r * 2 + v) * 2 + 1]);
+        }
+      }
+    }
+    if (width % 2 != 0) {
+      DSTGI_UNROLL
+      for (int i = 0; i < R * 2; ++i)
+        sums[i * 2] = fma(set1(x[i / 2 * c.x_stride]), load_e4m3(codes + i % 2 * LANES), sums[i * 2]);
+      x += 1;
+      codes += TILE;
+    }
+    DSTGI_UNROLL
+    for (int i = 0; i < R * 2; ++i) {
+      const F32 sum = mul(add(sums[i * 2], sums[i * 2 + 1]), set1(E4M3_FACTOR));
+      totals[i] = fma(sum, load(scales + i % 2 * LANES), totals[i]);
+    }
   }
+  DSTGI_UNROLL
+  for (int i = 0; i < R * 2; ++i) finish(c, row + i / 2, tile, i % 2, totals[i]);
+}
+
+template <Kind KIND, int R>
+DSTGI_INLINE void some_rows(const Call& c, int64_t row, int64_t tile) {
+  if (KIND == FLOAT8)
+    rows_by_float8_tile<R>(c, row, tile);
+  else
+    rows_by_tile<KIND, R>(c, row, tile);
 }
 
 template <Kind KIND>
@@ -95,22 +153,22 @@ void all_rows(const Call& c, int64_t tile) {
     const int64_t from = c.m * s / steps, to = c.m * (s + 1) / steps;
     switch (to - from) {
       case 1:
-        rows_by_tile<KIND, 1>(c, from, tile);
+        some_rows<KIND, 1>(c, from, tile);
         break;
       case 2:
-        rows_by_tile<KIND, 2>(c, from, tile);
+        some_rows<KIND, 2>(c, from, tile);
         break;
       case 3:
-        rows_by_tile<KIND, 3>(c, from, tile);
+        some_rows<KIND, 3>(c, from, tile);
         break;
       case 4:
-        rows_by_tile<KIND, 4>(c, from, tile);
+        some_rows<KIND, 4>(c, from, tile);
         break;
       case 5:
-        rows_by_tile<KIND, 5>(c, from, tile);
+        some_rows<KIND, 5>(c, from, tile);
         break;
       default:
-        rows_by_tile<KIND, 6>(c, from, tile);
+        some_rows<KIND, 6>(c, from, tile);
     }
   }
 }
@@ -131,6 +189,7 @@ DSTGI_API void dstgi_dense_linear(const DenseWeight* w, const float* x, int64_t 
     for (int64_t tile = tiles * i / runs; tile < tiles * (i + 1) / runs; ++tile)
       w->kind == BFLOAT16  ? all_rows<BFLOAT16>(c, tile)
       : w->kind == FLOAT16 ? all_rows<FLOAT16>(c, tile)
+      : w->kind == FLOAT8  ? all_rows<FLOAT8>(c, tile)
                            : all_rows<FLOAT32>(c, tile);
   });
 }
@@ -149,6 +208,11 @@ DSTGI_API void dstgi_dense_rows(const DenseWeight* w, const int64_t* ids, int64_
         std::memcpy(&to, &bits, sizeof bits);
       } else if (w->kind == FLOAT16) {
         to = from_half(words[(tile * w->k + k) * TILE + lane]);
+      } else if (w->kind == FLOAT8) {
+        const uint8_t code = static_cast<const uint8_t*>(w->data)[(tile * w->k + k) * TILE + lane];
+        const uint16_t half = static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7);
+        const int64_t blocks = (w->k + w->block - 1) / w->block;
+        to = from_half(half) * E4M3_FACTOR * w->scales[(tile * blocks + k / w->block) * TILE + lane];
       } else {
         to = static_cast<const float*>(w->data)[(tile * w->k + k) * TILE + lane];
       }

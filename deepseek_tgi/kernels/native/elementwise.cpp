@@ -3,26 +3,6 @@
 #include "heads.h"
 #include "pool.h"
 
-namespace dstgi {
-namespace {
-
-constexpr int64_t PARALLEL_FROM = 8192;  // elements below which waking other threads costs more than it gives
-
-constexpr int64_t RUNS = 4;                // tasks a thread gets
-
-// `each(i)` for rows 0 .. rows - 1 of `width` elements.
-template <class F>
-void by_rows(int64_t rows, int64_t width, int64_t num_threads, F&& each) {
-  const int64_t threads = rows * width < PARALLEL_FROM ? 1 : num_threads;
-  const int64_t runs = rows < RUNS * threads ? rows : RUNS * threads;
-  parallel(threads, runs, [&](int64_t run) {
-    for (int64_t i = rows * run / runs; i < rows * (run + 1) / runs; ++i) each(i);
-  });
-}
-
-}  // namespace
-}  // namespace dstgi
-
 // x, out [t, heads, width]: strides in floats, last axis dense.
 DSTGI_API void dstgi_rms_norm(const float* x, const float* weight, float* out, int64_t t, int64_t heads, int64_t width,
                               int64_t x_row, int64_t x_head, int64_t out_row, int64_t out_head, float eps,

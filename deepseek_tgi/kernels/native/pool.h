@@ -44,4 +44,17 @@ inline void parallel(int64_t threads, int64_t count, F&& each) {
   run_tasks(static_cast<int>(threads), count, body, const_cast<void*>(static_cast<const void*>(&each)));
 }
 
+constexpr int64_t PARALLEL_FROM = 8192;  // elements below which waking other threads costs more than it gives
+constexpr int64_t ROW_RUNS = 4;          // tasks a thread gets of work by rows
+
+// `each(i)` for rows 0 .. rows - 1 of `width` elements, none of which needs another.
+template <class F>
+inline void by_rows(int64_t rows, int64_t width, int64_t threads, F&& each) {
+  if (rows * width < PARALLEL_FROM) threads = 1;
+  const int64_t runs = rows < ROW_RUNS * threads ? rows : ROW_RUNS * threads;
+  parallel(threads, runs, [&](int64_t run) {
+    for (int64_t i = rows * run / runs; i < rows * (run + 1) / runs; ++i) each(i);
+  });
+}
+
 }  // namespace dstgi

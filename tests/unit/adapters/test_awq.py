@@ -7,8 +7,9 @@ import pytest
 import torch
 from oracles import awq as oracle
 
-from deepseek_tgi.adapters.awq.format import GEMM, GEMV, PACK_QUANTIZED, AwqFormat, DenseWeight, Int4Weight
+from deepseek_tgi.adapters.awq.format import GEMM, GEMV, PACK_QUANTIZED, AwqFormat
 from deepseek_tgi.adapters.awq.unpack import pack_gemm, unpack
+from deepseek_tgi.adapters.weight_forms import DenseWeight, Int4Weight, fuse
 
 SHAPES = [
     pytest.param(8, 32, 32, id="one-word-one-group"),
@@ -102,7 +103,8 @@ def test_fused_layers_keep_row_and_bias_order() -> None:
         plain = unpack(GEMM, t["qweight"], t["qzeros"], t["scales"], (n, 64), group_size=32)
         bias = torch.full((n,), float(seed)) if seed else None
         parts.append(Int4Weight(plain.codes, plain.zeros, plain.scales, 32, bias))
-    fused = Int4Weight.cat(parts)
+    fused = fuse(parts)
+    assert isinstance(fused, Int4Weight)
     assert torch.equal(fused.dequantise(), torch.cat([p.dequantise() for p in parts]))
     assert fused.bias is not None
     assert fused.bias.tolist() == [0.0] * 16 + [1.0] * 8 + [2.0] * 8
@@ -113,7 +115,6 @@ def test_layers_of_unlike_groups_or_kinds_do_not_fuse() -> None:
         t = as_torch(oracle.gemm_tensors(oracle.random_layer(8, 64, group)))
         return unpack(GEMM, t["qweight"], t["qzeros"], t["scales"], (8, 64), group_size=group)
 
-    assert Int4Weight.can_cat([part(32), part(32)])
-    assert not Int4Weight.can_cat([part(32), part(64)])
-    assert not Int4Weight.can_cat([part(32), DenseWeight(torch.zeros(8, 64))])
-    assert not Int4Weight.can_cat([DenseWeight(torch.zeros(8, 64))])
+    assert fuse([part(32), part(32)]) is not None
+    assert fuse([part(32), part(64)]) is None
+    assert fuse([part(32), DenseWeight(torch.zeros(8, 64))]) is None

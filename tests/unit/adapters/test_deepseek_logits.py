@@ -70,8 +70,8 @@ VARIANTS = AGREED | PUBLISHED
 
 
 def load(checkpoint: TinyCheckpoint, **options: Any) -> QuantizedModelAdapter:
-    options = {"dtype": "float32", "num_threads": 1} | options
-    return QuantizedModelAdapter.get_model(str(checkpoint.path), options=LoadOptions(**options))
+    wished: dict[str, Any] = {"dtype": "float32", "num_threads": 1} | options
+    return QuantizedModelAdapter.get_model(str(checkpoint.path), options=LoadOptions(**wished))
 
 
 def truth(checkpoint: TinyCheckpoint, text: list[int]) -> torch.Tensor:

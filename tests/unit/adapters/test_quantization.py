@@ -13,10 +13,10 @@ import torch
 from oracles import awq as oracle
 from safetensors.torch import save_file
 
-from deepseek_tgi.adapters.awq.format import DenseWeight, Int4Weight
 from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.model_config import read_model_config
 from deepseek_tgi.adapters.quantization import QuantPlan, resolve
+from deepseek_tgi.adapters.weight_forms import DenseWeight, Int4Weight
 from deepseek_tgi.errors import CheckpointError, DeepseekTgiError, UnsupportedModelError
 
 Q = "model.layers.0.self_attn.q_proj"

@@ -15,7 +15,7 @@ from engine_driver import Driver
 from scripted import ScriptedAdapter
 
 from deepseek_tgi.core import FinishReason, GrammarType, SamplingParams, StopRule
-from deepseek_tgi.engine.batch import MAX_PROMPT_LOGIT_ROWS
+from deepseek_tgi.engine.config import MAX_PROMPT_LOGIT_ROWS
 from deepseek_tgi.engine.engine import EngineConfig
 from deepseek_tgi.errors import GenerationError, RequestError
 
