@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,8 @@ class LoadOptions:
     """How to load; every field has the value that works on a plain machine.
 
     `dtype` and `kv_cache_dtype` take `auto` or a name; `kernels` takes `auto`, `native`, `torch` or `reference`;
-    `num_threads` 0 means "what this process may use". `rope_scaling`/`rope_factor` are TGI's overrides.
+    `num_threads` 0 means "this rank's share of what the process may use". Ranks meet at `master_addr:master_port`.
+    `rope_scaling`/`rope_factor` are TGI's overrides.
     """
 
     dtype: str = "auto"
@@ -40,6 +41,8 @@ class LoadOptions:
     num_threads: int = 0
     rank: int = 0
     world_size: int = 1
+    master_addr: str = "localhost"
+    master_port: int = 29500
     trust_remote_code: bool = False
     rope_scaling: str | None = None
     rope_factor: float | None = None
@@ -59,6 +62,16 @@ class ModelInfo:
     quantization: str
     weight_bytes: int
     attention_impl: str
+
+
+class Ranks(Protocol):
+    """What the ranks of one model agree on besides the model's own sums. Every rank makes the same calls in turn."""
+
+    def smallest(self, number: int) -> int:
+        """The smallest `number` of any rank."""
+
+    def first_says(self, number: int) -> int:
+        """The `number` of rank 0."""
 
 
 class ModelAdapter(ABC):
@@ -103,6 +116,11 @@ class ModelAdapter(ABC):
     @abstractmethod
     def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
         """Upper bound of temporary memory of a step with so many tokens and logit rows."""
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """How this rank agrees with the others; None for a model in one process. All ranks return the same logits."""
+        return None
 
     @property
     def pad_token_id(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from deepseek_tgi.adapters.checkpoint import Checkpoint
+from deepseek_tgi.adapters.layers.embedding import Embedding
 from deepseek_tgi.adapters.layers.head import Head
 from deepseek_tgi.adapters.layers.linear import DenseLinear, Linear
 from deepseek_tgi.adapters.layers.part import Part
@@ -18,13 +19,11 @@ from deepseek_tgi.adapters.layers.rope import RopeTable
 from deepseek_tgi.adapters.model_config import ModelConfig
 from deepseek_tgi.adapters.models import LAYERS
 from deepseek_tgi.adapters.models.decoder import Decoder, DecoderWeights
+from deepseek_tgi.adapters.module_table import EMBEDDING, HEAD
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.kernels.common import PackedDense
 
 logger = logging.getLogger(__name__)
-
-EMBEDDING = "model.embed_tokens"
-HEAD = "lm_head"
 
 
 def load_decoder(config: ModelConfig, checkpoint: Checkpoint, source: WeightSource, progress: bool = False) -> Decoder:
@@ -39,13 +38,13 @@ def load_decoder(config: ModelConfig, checkpoint: Checkpoint, source: WeightSour
         parts.extend(LAYERS[config.model_type](config, source, index))
         _give_back(checkpoint)
     norm = source.norm("model.norm", config.hidden_size, config.rms_norm_eps)
-    table, matrix = _load_ends(config, source)
-    head = Head(norm, matrix, config.vocab_size)
+    embedding, matrix = _load_ends(config, source)
+    head = Head(norm, matrix, [len(rows) for rows in source.vocabulary(config)], source.group)
     rope = RopeTable(config.rope, config.rope_dim, config.max_position_embeddings, device)
     checkpoint.skip(_extra_layers(config, checkpoint), "layers that predict further tokens")
     checkpoint.finish()
     _give_back(checkpoint)
-    decoder = Decoder(DecoderWeights(table, parts, head, rope), source.kernels, device)
+    decoder = Decoder(DecoderWeights(embedding, parts, head, rope), source.kernels, device)
     stored = ", ".join(f"{count} {name}" for name, count in sorted(source.formats.items()))
     logger.info(
         "%s: loaded %s, %d layers (%s modules), %.1f MB on disk, %.1f MB in memory, %.2f s",
@@ -55,13 +54,16 @@ def load_decoder(config: ModelConfig, checkpoint: Checkpoint, source: WeightSour
     return decoder
 
 
-def _load_ends(config: ModelConfig, source: WeightSource) -> tuple[torch.Tensor | PackedDense, Linear]:
-    """The embedding table and the output matrix; one storage for both when tied."""
+def _load_ends(config: ModelConfig, source: WeightSource) -> tuple[Embedding, Linear]:
+    """The embedding and the output matrix; one storage for both when tied."""
     head = source.output_head(HEAD, EMBEDDING, config)
     if config.tie_word_embeddings:
         assert isinstance(head, DenseLinear), "a tied head is the dense embedding"
-        return head.weight, head
-    return source.table(EMBEDDING, HEAD, config), head
+        table: torch.Tensor | PackedDense = head.weight
+    else:
+        table = source.table(EMBEDDING, HEAD, config)
+    rows = source.vocabulary(config)[0 if source.group is None else source.group.rank]
+    return Embedding(source.kernels.embedding, table, rows, source.group), head
 
 
 def _extra_layers(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:

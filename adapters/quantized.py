@@ -16,11 +16,14 @@ from deepseek_tgi.adapters.hub import resolve_folder
 from deepseek_tgi.adapters.loading import load_decoder
 from deepseek_tgi.adapters.model_config import ModelConfig, read_model_config
 from deepseek_tgi.adapters.models.decoder import Decoder
+from deepseek_tgi.adapters.parallel import Meeting, RankGroup, join
 from deepseek_tgi.adapters.quantization import resolve
+from deepseek_tgi.adapters.sharding import Share, plan_shards
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.kernels.select import KernelSet, select_kernels
+from deepseek_tgi.kernels.threads import usable_threads
 from deepseek_tgi.kv.layout import CacheLayout
 from deepseek_tgi.kv.pool import KVPool
 from deepseek_tgi.text.tokenizer import TextTokenizer
@@ -34,8 +37,16 @@ class QuantizedModelAdapter(ModelAdapter):
     The residual stream, norms, softmax and logits are float32 whatever the compute dtype. Takes one step at a time.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: TextTokenizer, info: ModelInfo, layout: CacheLayout) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: TextTokenizer,
+        info: ModelInfo,
+        layout: CacheLayout,
+        group: RankGroup | None = None,
+    ) -> None:
         self._decoder = decoder
+        self._group = group
         self._tokenizer = tokenizer
         self._info = info
         self._layout = layout
@@ -45,16 +56,18 @@ class QuantizedModelAdapter(ModelAdapter):
     def get_model(
         cls, model_id: str, revision: str | None = None, options: LoadOptions | None = None
     ) -> QuantizedModelAdapter:
-        """Load a checkpoint folder or a downloaded hub id. What cannot be served is refused before weights are read.
+        """Load a checkpoint folder or a downloaded hub id, or one rank's part of it.
 
-        Raises: `CheckpointError`, `UnsupportedModelError`, `ConfigError`.
+        What cannot be served is refused before weights are read, and before other ranks are waited for.
+        Raises: `CheckpointError`, `UnsupportedModelError`, `ConfigError`, `ResourceError`.
         """
         options = options or LoadOptions()
-        _refuse_sharding(options)
         folder = resolve_folder(model_id, revision)
         config = _with_overrides(read_model_config(folder), options)
+        shards = plan_shards(config, options.world_size)
+        local = shards.local(options.rank)
         compute = resolve_compute_dtype(options.dtype)
-        layout = cache_layout(config, resolve_kv_mode(options.kv_cache_dtype, compute), options.block_size)
+        layout = cache_layout(local, resolve_kv_mode(options.kv_cache_dtype, compute), options.block_size)
         tokenizer = _load_tokenizer(folder, config)
         checkpoint = Checkpoint(folder)
         plan = resolve(config, checkpoint)
@@ -62,10 +75,12 @@ class QuantizedModelAdapter(ModelAdapter):
             logger.warning(
                 "quantize: got %s, but %s is stored as %s, which decides", options.quantize, folder, plan.label
             )
-        kernels = select_kernels(options.device, compute, options.kernels, options.num_threads)
-        decoder = load_decoder(config, checkpoint, WeightSource(plan, kernels), options.progress)
+        kernels = select_kernels(options.device, compute, options.kernels, _threads(options))
+        group = _join(options)
+        share = Share(shards, options.rank) if group is not None else None
+        decoder = load_decoder(local, checkpoint, WeightSource(plan, kernels, share, group), options.progress)
         info = _describe(model_id, config, kernels, decoder, plan.label)
-        return cls(decoder, tokenizer, info, layout)
+        return cls(decoder, tokenizer, info, layout, group)
 
     @property
     def info(self) -> ModelInfo:
@@ -88,8 +103,12 @@ class QuantizedModelAdapter(ModelAdapter):
         return self._layout
 
     def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
-        """See `ModelAdapter`; the logits belong to the caller."""
-        return self._decoder.step(inputs, [pool.pages(layer) for layer in range(self._layout.num_layers)])
+        """See `ModelAdapter`; the logits belong to the caller. Every rank takes the same steps."""
+        pages = [pool.pages(layer) for layer in range(self._layout.num_layers)]
+        if self._group is None:
+            return self._decoder.step(inputs, pages)
+        with self._group.together():
+            return self._decoder.step(inputs, pages)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """See `ModelAdapter`. Raises `RequestError` for a mask or ids that do not fit."""
@@ -106,13 +125,26 @@ class QuantizedModelAdapter(ModelAdapter):
         """See `ModelAdapter`."""
         return self._decoder.workspace_bytes(num_tokens, num_logit_rows)
 
+    @property
+    def ranks(self) -> RankGroup | None:
+        """See `ModelAdapter`."""
+        return self._group
 
-def _refuse_sharding(options: LoadOptions) -> None:
-    if options.world_size != 1 or options.rank != 0:
-        raise ConfigError(
-            f"num_shard: got {options.world_size}, expected 1: this version runs a model in one process; "
-            "start it with --num-shard 1 (or leave the flag out)"
-        )
+    def close(self) -> None:
+        """See `ModelAdapter`: leave the other ranks."""
+        if self._group is not None:
+            self._group.close()
+
+
+def _join(options: LoadOptions) -> RankGroup | None:
+    if options.world_size == 1:
+        return None
+    return join(Meeting(options.rank, options.world_size, options.master_addr, options.master_port))
+
+
+def _threads(options: LoadOptions) -> int:
+    """Threads of this rank: as wished, else its share, since the ranks compute at the same time."""
+    return options.num_threads or max(1, usable_threads() // options.world_size)
 
 
 def _with_overrides(config: ModelConfig, options: LoadOptions) -> ModelConfig:

@@ -80,6 +80,32 @@ class ShardPlan:
         return range(units.start * split.unit, units.stop * split.unit)
 
 
+class Share:
+    """What one rank holds, by the names of modules."""
+
+    def __init__(self, plan: ShardPlan, rank: int) -> None:
+        self.rank = rank
+        self._plan = plan
+        self._modules = {module.name: module for module in module_table(plan.config)}
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """Outputs and inputs of the whole module as it is stored."""
+        module = self._modules[name]
+        return module.out_features, module.in_features
+
+    def outputs(self, name: str) -> range:
+        """See `ShardPlan`."""
+        return self._plan.outputs(self._modules[name], self.rank)
+
+    def inputs(self, name: str) -> range:
+        """See `ShardPlan`."""
+        return self._plan.inputs(self._modules[name], self.rank)
+
+    def vocabulary(self) -> tuple[range, ...]:
+        """Every rank's rows of the embedding and of the output matrix."""
+        return self._plan.axes[Axis.VOCABULARY]
+
+
 def plan_shards(config: ModelConfig, world_size: int) -> ShardPlan:
     """Deal the model out to `world_size` ranks.
 

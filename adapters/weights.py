@@ -14,8 +14,11 @@ import torch
 
 from deepseek_tgi.adapters.layers.linear import DenseLinear, Int4Linear, Linear, OrderedLinear, SplitLinear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
+from deepseek_tgi.adapters.layers.partial import PartialLinear
 from deepseek_tgi.adapters.model_config import ModelConfig
+from deepseek_tgi.adapters.parallel import RankGroup
 from deepseek_tgi.adapters.quantization import QuantPlan
+from deepseek_tgi.adapters.sharding import Share
 from deepseek_tgi.adapters.weight_forms import DenseWeight, Fp8Weight, Int4Weight, Weight, fuse
 from deepseek_tgi.kernels.common import PackedDense, PackedInt4
 from deepseek_tgi.kernels.route import GroupRank, Routing
@@ -27,13 +30,18 @@ Packed = PackedInt4 | PackedDense
 class WeightSource:
     """Reads modules of one checkpoint by name and packs them for `kernels`. Used while loading only.
 
+    With several ranks, who asks names the sizes of its own `share`, and gets that part of each module.
     `formats` counts the modules by how they were stored.
     """
 
-    def __init__(self, plan: QuantPlan, kernels: KernelSet) -> None:
+    def __init__(
+        self, plan: QuantPlan, kernels: KernelSet, share: Share | None = None, group: RankGroup | None = None
+    ) -> None:
         self.kernels = kernels
+        self.group = group
         self.formats: Counter[str] = Counter()
         self._plan = plan
+        self._share = share
 
     def linear(
         self,
@@ -49,16 +57,18 @@ class WeightSource:
         (None: as stored).
         Raises: `CheckpointError` for a tensor that is missing or of another shape, naming it.
         """
-        return self._joined(self._read(names, widths, in_features, bias, rows))
+        whole = self._joined(self._read(names, widths, in_features, bias, rows))
+        return whole if self._whole_inputs(names[0]) else self._summed(whole)
 
-    def gated(self, name: str, in_features: int, inner: int, bias: bool) -> tuple[Linear, Linear]:
+    def gated(self, name: str, in_features: int, inner: int, bias: bool, summed: bool = True) -> tuple[Linear, Linear]:
         """`gate_proj` and `up_proj` of module `name` as one product, and its `down_proj`.
 
         Where `down_proj` stores its inputs in another order, gate and up make them in that order: nothing is gathered
-        at run time.
+        at run time. With `summed` false, `down_proj` gives this rank's part, for who adds up several.
         """
         gate_up, down = self._read_gated(name, in_features, inner, bias)
-        return self._joined(gate_up), self._pack(down)
+        own = self._pack(down)
+        return self._joined(gate_up), self._summed(own) if summed else own
 
     def expert(self, name: str, in_features: int, inner: int) -> tuple[Packed, Packed]:
         """As `gated`, without bias, as the kernels hold it.
@@ -75,14 +85,24 @@ class WeightSource:
         return RmsNorm(self.kernels.rms_norm, weight, eps)
 
     def output_head(self, head: str, embedding: str, config: ModelConfig) -> Linear:
-        """The output matrix `[V, H]`: module `head`, or the embedding where they are tied."""
+        """The output matrix `[V, H]`: module `head`, or the embedding where they are tied; this rank's rows of it."""
         shape = (config.vocab_size, config.hidden_size)
-        return self._pack(self._plan.output_head(head, embedding, shape, config.tie_word_embeddings))
+        whole = self._plan.output_head(head, embedding, shape, config.tie_word_embeddings)
+        rows = self.vocabulary(config)[self._rank]
+        return self._pack(whole if len(rows) == config.vocab_size else whole.rows(rows.start, rows.stop))
 
     def table(self, embedding: str, head: str, config: ModelConfig) -> torch.Tensor:
-        """The embedding table `[V, H]` in the stored dtype. A copy: a file cut short later cannot fault the server."""
+        """This rank's rows of the embedding table `[V, H]` in the stored dtype.
+
+        A copy: a file cut short later cannot fault the server.
+        """
         shape = (config.vocab_size, config.hidden_size)
-        return self._plan.embedding(embedding, head, shape, config.tie_word_embeddings).clone()
+        rows = self.vocabulary(config)[self._rank]
+        return self._plan.embedding(embedding, head, shape, config.tie_word_embeddings)[rows.start : rows.stop].clone()
+
+    def vocabulary(self, config: ModelConfig) -> tuple[range, ...]:
+        """Every rank's rows of the embedding table and of the output matrix."""
+        return (range(config.vocab_size),) if self._share is None else self._share.vocabulary()
 
     def dense(self, name: str, out_features: int, in_features: int) -> torch.Tensor:
         """Module `name` as `[N, K] float32`, whatever its stored form."""
@@ -96,13 +116,18 @@ class WeightSource:
         return self._plan.tensor(name, (routing.num_experts,)).to(torch.float32, copy=True)
 
     def _read_gated(self, name: str, in_features: int, inner: int, bias: bool) -> tuple[Sequence[Weight], Weight]:
-        """Gate with up, and down with its inputs in the order they are made."""
-        (down,) = self._read((f"{name}.down_proj",), (in_features,), inner, bias)
-        order = None
-        if isinstance(down, Int4Weight):
-            order, down = down.order, replace(down, order=None)
-        names = (f"{name}.gate_proj", f"{name}.up_proj")
-        return self._read(names, (inner, inner), in_features, bias, (order, order)), down
+        """Gate with up, and down with its inputs in the order they are made, which is then cut between ranks."""
+        last, names = f"{name}.down_proj", (f"{name}.gate_proj", f"{name}.up_proj")
+        down = self._whole(last, in_features, inner, bias)
+        if not isinstance(down, Int4Weight) or down.order is None:
+            self.formats.update((down.label,))
+            return self._read(names, (inner, inner), in_features, bias), self._own_inputs(last, down)
+        own = self._inputs(last, down)
+        order = down.order[own.start : own.stop]
+        gate_up = [self._whole(each, inner, in_features, bias).reordered(order) for each in names]
+        down = self._own_inputs(last, replace(down, order=None))
+        self.formats.update(w.label for w in (*gate_up, down))
+        return self._fused(gate_up), down
 
     def _read(
         self,
@@ -114,14 +139,51 @@ class WeightSource:
     ) -> Sequence[Weight]:
         """The modules as one weight, or one each where they are stored too differently to fuse."""
         biases = [bias] * len(names) if isinstance(bias, bool) else bias
-        sides = zip(names, widths, biases, strict=True)
-        weights = [self._plan.linear(name, width, in_features, has_bias) for name, width, has_bias in sides]
-        for index, order in enumerate(rows):
-            if order is not None:
-                weights[index] = weights[index].reordered(order)
+        weights = []
+        for index, (name, width, has_bias) in enumerate(zip(names, widths, biases, strict=True)):
+            weight = self._own(name, self._whole(name, width, in_features, has_bias))
+            assert (weight.out_features, weight.in_features) == (width, in_features), name
+            order = rows[index] if rows else None
+            weights.append(weight if order is None else weight.reordered(order))
         self.formats.update(w.label for w in weights)
+        return self._fused(weights)
+
+    def _fused(self, weights: Sequence[Weight]) -> Sequence[Weight]:
         fused = fuse(weights)
         return weights if fused is None else [fused]
+
+    def _whole(self, name: str, out_features: int, in_features: int, bias: bool) -> Weight:
+        """The module as it is stored, all ranks' parts; the sizes are those of this rank's."""
+        shape = (out_features, in_features) if self._share is None else self._share.shape(name)
+        return self._plan.linear(name, *shape, bias)
+
+    def _own(self, name: str, weight: Weight) -> Weight:
+        """This rank's part of the module."""
+        if self._share is not None and len(own := self._share.outputs(name)) < weight.out_features:
+            weight = weight.rows(own.start, own.stop)
+        return self._own_inputs(name, weight)
+
+    def _own_inputs(self, name: str, weight: Weight) -> Weight:
+        own = self._inputs(name, weight)
+        if len(own) == weight.in_features:
+            return weight
+        part = weight.columns(own.start, own.stop)
+        # Parts are summed, so the bias must be in one of them only.
+        return replace(part, bias=weight.bias) if self._rank == 0 else part
+
+    def _inputs(self, name: str, weight: Weight) -> range:
+        return range(weight.in_features) if self._share is None else self._share.inputs(name)
+
+    def _whole_inputs(self, name: str) -> bool:
+        return self._share is None or len(self._share.inputs(name)) == self._share.shape(name)[1]
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._share is None else self._share.rank
+
+    def _summed(self, part: Linear) -> Linear:
+        """The product whose parts the ranks have."""
+        return part if self.group is None else PartialLinear(self.kernels, part, self.group)
 
     def _pack(self, weight: Weight) -> DenseLinear | Int4Linear | OrderedLinear:
         plain = self._pack_plain(weight)

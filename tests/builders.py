@@ -110,7 +110,7 @@ def tiny_checkpoint(path: Path, family: str = "llama", quant: str | None = None,
     if quant is not None:
         config["quantization_config"] = quantization_config(s)
     weights = random_weights(config, s)
-    stored, dense = _encode(weights, s)
+    stored, dense = encode(weights, s)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
     generation = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, IM_END_ID]}
@@ -194,7 +194,7 @@ def random_weights(config: Config, s: TinySpec) -> Tensors:
     return w
 
 
-def _encode(weights: Tensors, s: TinySpec) -> tuple[Tensors, Tensors]:
+def encode(weights: Tensors, s: TinySpec) -> tuple[Tensors, Tensors]:
     """The tensors as stored, and the float32 values they stand for."""
     stored: Tensors = {}
     dense: Tensors = {}

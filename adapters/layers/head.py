@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from deepseek_tgi.adapters.layers.linear import Linear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
+from deepseek_tgi.adapters.parallel import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Final norm and output matrix `[V, H]`."""
+    """Final norm and output matrix `[V, H]`; with a `group`, each rank has `widths[rank]` rows of the matrix."""
 
     norm: RmsNorm
     matrix: Linear
-    vocab_size: int
+    widths: Sequence[int]
+    group: RankGroup | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return sum(self.widths)
 
     @property
     def nbytes(self) -> int:
@@ -26,9 +34,10 @@ class Head:
     def __call__(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Logits `[R, V] float32`, owned by the caller, of `hidden[rows]`; `rows [R]` ascending and distinct.
 
-        `hidden [T, H]` is used up.
+        `hidden [T, H]` is used up. Every rank gets the same bits.
         """
         if rows.shape[0] != hidden.shape[0]:
             hidden = hidden.index_select(0, rows)
-        logits = hidden.new_empty(hidden.shape[0], self.vocab_size)
-        return self.matrix(self.norm(hidden, hidden), None, logits)
+        own = hidden.new_empty(hidden.shape[0], self.widths[0 if self.group is None else self.group.rank])
+        self.matrix(self.norm(hidden, hidden), None, own)
+        return own if self.group is None else self.group.gather_columns(own, self.widths)

@@ -39,9 +39,11 @@ class Linear(ABC):
         """The product of `norm(x)`."""
         self(norm(x, scratch), None, out)
 
-    def after_silu(self, gate_up: torch.Tensor, scratch: torch.Tensor, residual: torch.Tensor) -> None:
-        """Add the product of `silu(gate) * up` to `residual`; `gate_up [T, 2K]`."""
-        self(self._silu_mul(gate_up, scratch), residual, residual)
+    def after_silu(
+        self, gate_up: torch.Tensor, scratch: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        """The product of `silu(gate) * up`; `gate_up [T, 2K]`."""
+        self(self._silu_mul(gate_up, scratch), residual, out)
 
 
 class DenseLinear(Linear):
@@ -87,9 +89,11 @@ class Int4Linear(Linear):
         """See `Linear`."""
         self._norm_kernel(x, norm.weight, norm.eps, self.weight, bias=self.bias, out=out)
 
-    def after_silu(self, gate_up: torch.Tensor, scratch: torch.Tensor, residual: torch.Tensor) -> None:
+    def after_silu(
+        self, gate_up: torch.Tensor, scratch: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
         """See `Linear`."""
-        self._silu_kernel(gate_up, self.weight, self.bias, residual, residual)
+        self._silu_kernel(gate_up, self.weight, self.bias, residual, out)
 
 
 class OrderedLinear(Linear):

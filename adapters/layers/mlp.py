@@ -52,4 +52,4 @@ class Mlp(Part):
         """See `Part`."""
         normed, gate_up, inner = buffers
         self._gate_up.after_norm(hidden, self._norm, normed, gate_up)
-        self._down.after_silu(gate_up, inner, hidden)
+        self._down.after_silu(gate_up, inner, hidden, hidden)

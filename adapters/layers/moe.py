@@ -10,6 +10,7 @@ import torch
 from deepseek_tgi.adapters.layers.linear import Linear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
 from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, padded
+from deepseek_tgi.adapters.layers.partial import PartialSum
 from deepseek_tgi.adapters.model_config import MixtureOfExperts, ModelConfig
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.kernels.moe import PackedExperts
@@ -35,6 +36,7 @@ class Moe(Part):
         self._weights = weights
         self._route = source.kernels.route
         self._moe = source.kernels.moe
+        self._sum = PartialSum(source.group)
         shared = spec.shared_size if weights.shared_down is not None else 0
         self._widths = (weights.norm.size, spec.routing.num_experts, 2 * shared, shared)
 
@@ -47,7 +49,10 @@ class Moe(Part):
         names = [f"{name}.experts.{index}" for index in range(spec.routing.num_experts)]
         experts = [source.expert(n, hidden, inner) for n in names]
         shared_name = f"{name}.shared_experts"
-        shared_gate_up, shared_down = source.gated(shared_name, hidden, shared, False) if shared else (None, None)
+        shared_gate_up, shared_down = (None, None)
+        if shared:
+            # Routed and shared experts are added up over ranks together.
+            shared_gate_up, shared_down = source.gated(shared_name, hidden, shared, False, summed=False)
         weights = MoeWeights(
             norm=source.norm(norm, hidden, config.rms_norm_eps),
             gate=source.linear((f"{name}.gate",), (spec.routing.num_experts,), hidden, False),
@@ -87,7 +92,9 @@ class Moe(Part):
         w.norm(hidden, normed)
         w.gate(normed, None, logits)
         ids, weights = self._route(logits, w.bias, self._spec.routing)
+        self._sum.begin(hidden)
         if w.shared_gate_up is not None and w.shared_down is not None:
             w.shared_gate_up(normed, None, gate_up)
-            w.shared_down.after_silu(gate_up, inner, hidden)
+            w.shared_down.after_silu(gate_up, inner, hidden, hidden)
         self._moe(normed, ids, weights, w.experts, hidden)
+        self._sum.end(hidden)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from deepseek_tgi.adapters.layers.embedding import Embedding
 from deepseek_tgi.adapters.layers.head import Head
 from deepseek_tgi.adapters.layers.part import Part, StepContext
 from deepseek_tgi.adapters.layers.rope import RopeTable
 from deepseek_tgi.core import ForwardInputs
-from deepseek_tgi.kernels.common import PackedDense
 from deepseek_tgi.kernels.pages import Pages
 from deepseek_tgi.kernels.select import KernelSet
 
@@ -25,9 +25,9 @@ KEPT_SIZES = 8
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """A loaded model: `table [V, H]` (a tensor, or the head's own storage when tied), the parts in order, the head."""
+    """A loaded model: the embedding, the parts in order, the head."""
 
-    table: torch.Tensor | PackedDense
+    embedding: Embedding
     parts: Sequence[Part]
     head: Head
     rope: RopeTable
@@ -74,7 +74,6 @@ class Decoder:
 
     def __init__(self, weights: DecoderWeights, kernels: KernelSet, device: torch.device) -> None:
         self._weights = weights
-        self._embedding = kernels.embedding
         self._native = kernels.name == "native"
         self._scratch = Scratch(weights.parts, device)
 
@@ -82,8 +81,7 @@ class Decoder:
     def nbytes(self) -> int:
         """Bytes of all weights as held in memory; a tied table counts once."""
         w = self._weights
-        table = w.table.nbytes if isinstance(w.table, torch.Tensor) else 0
-        return table + sum(p.nbytes for p in w.parts) + w.head.nbytes
+        return w.embedding.nbytes + sum(p.nbytes for p in w.parts) + w.head.nbytes
 
     def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
         """Upper bound of what a step takes beyond weights and cache, contexts being the step's own tokens.
@@ -94,6 +92,9 @@ class Decoder:
         head = self._weights.head
         width, scratch = head.norm.size, self._scratch.floats_per_token
         floats = num_tokens * (scratch + 2 * width) + num_logit_rows * (width + head.vocab_size)
+        if head.group is not None:
+            # Ranks exchange padded parts of the logits, and gloo's own copy of whatever is summed.
+            floats += num_logit_rows * 2 * head.vocab_size + num_tokens * width
         if not self._native:
             floats += num_tokens * 3 * scratch + num_logit_rows * 2 * head.vocab_size + TORCH_TILE_FLOATS
         return 4 * floats
@@ -101,7 +102,7 @@ class Decoder:
     def step(self, inputs: ForwardInputs, pages: Sequence[Pages]) -> torch.Tensor:
         """Raw logits `[R, V] float32` of `inputs.logit_rows`; K/V of all tokens is written to `pages`."""
         weights = self._weights
-        hidden = self._embedding(inputs.input_ids, weights.table)  # [T, H], the residual stream
+        hidden = weights.embedding(inputs.input_ids)  # [T, H], the residual stream
         context = StepContext(inputs, pages, weights.rope.covering(inputs.max_context))
         for part, buffers in zip(weights.parts, self._scratch.cut(hidden.shape[0]), strict=True):
             part(hidden, buffers, context)

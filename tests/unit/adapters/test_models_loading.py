@@ -117,7 +117,7 @@ def test_tied_checkpoints_with_and_without_a_stored_head_are_one_model(
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"world_size": 2}, ConfigError, "num_shard: got 2"),
+        ({"world_size": 3}, ConfigError, "num_shard: got 3, expected 1, 2 or 4: .*q_proj.*3 ranks"),
         ({"dtype": "float8"}, ConfigError, "auto, bfloat16, float16, float32"),
         ({"kv_cache_dtype": "fp8_e5m2"}, ConfigError, "auto, float32, bfloat16, float16, fp8_e4m3fn, int8, int4"),
         ({"block_size": 8}, ConfigError, "block_size"),

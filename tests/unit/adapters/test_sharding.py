@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from builders import tiny_config
-from safetensors.torch import save_file
-from tiny_tokenizer import write_tokenizer
+from ranks import FAMILIES, V2, V3, write_model
 
 from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.json_fields import Fields
 from deepseek_tgi.adapters.model_config import GroupedQueryAttention, ModelConfig, parse_model_config
-from deepseek_tgi.adapters.module_table import Axis, Kind, ModuleSpec, Side, module_table
+from deepseek_tgi.adapters.module_table import Axis, ModuleSpec, Side, module_table
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.adapters.sharding import ShardPlan, plan_shards, working_counts
 from deepseek_tgi.errors import ConfigError
-
-V2 = {
-    "model_type": "deepseek_v2",
-    "hidden_size": 128,
-    "intermediate_size": 320,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-V3 = V2 | {"model_type": "deepseek_v3", "q_lora_rank": 48, "n_group": 2, "topk_group": 1}
 
 
 def awq(group_size: int, **more: Any) -> dict[str, Any]:
@@ -142,26 +116,13 @@ def test_more_ranks_than_key_heads_share_them() -> None:
         plan_shards(config, 3)
 
 
-CASES = {
-    "llama": tiny_config("llama", attention_bias=True, mlp_bias=True),
-    "llama tied": tiny_config("llama", tie_word_embeddings=True),
-    "qwen2": tiny_config("qwen2"),
-    "qwen3": tiny_config("qwen3", attention_bias=True),
-    "deepseek_v2": V2,
-    "deepseek_v2 without experts": {k: v for k, v in V2.items() if k != "n_routed_experts"},
-    "deepseek_v2 without shared experts": V2 | {"n_shared_experts": 0},
-    "deepseek_v3": V3,
-    "deepseek_v3 with biases": V3 | {"attention_bias": True},
-}
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("quantisation", [{}, awq(32), awq(-1)], ids=["dense", "g32", "channel"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_parts_of_all_ranks_make_up_each_module_and_respect_its_grid(
     name: str, quantisation: dict[str, Any], world_size: int
 ) -> None:
-    config = config_of(CASES[name] | quantisation)
+    config = config_of(FAMILIES[name] | quantisation)
     if world_size not in working_counts(config):
         with pytest.raises(ConfigError):
             plan_shards(config, world_size)
@@ -185,7 +146,7 @@ def test_parts_of_all_ranks_make_up_each_module_and_respect_its_grid(
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "deepseek_v3"])
 def test_the_local_config_has_the_widths_of_the_parts(name: str, world_size: int) -> None:
-    plan = plan_shards(config_of(CASES[name]), world_size)
+    plan = plan_shards(config_of(FAMILIES[name]), world_size)
     for rank in range(world_size):
         local = {m.name: m for m in module_table(plan.local(rank))}
         for spec in module_table(plan.config):
@@ -208,28 +169,11 @@ def test_a_table_of_many_experts_is_made_quickly_enough_to_print() -> None:
     assert sum(".experts." in name for name in names) == 58 * 256 * 3
 
 
-def write_checkpoint(folder: Path, values: dict[str, Any]) -> None:
-    """A checkpoint that holds exactly the tensors of the table."""
-    config = config_of(values, folder)
-    gen = torch.Generator().manual_seed(0)
-    tensors = {}
-    for spec in module_table(config):
-        shape = (spec.out_features, spec.in_features) if spec.in_features else (spec.out_features,)
-        name = spec.name if spec.kind is Kind.VECTOR else f"{spec.name}.weight"
-        tensors[name] = torch.randn(*shape, generator=gen) / math.sqrt(shape[-1])
-        if spec.bias:
-            tensors[f"{spec.name}.bias"] = torch.randn(spec.out_features, generator=gen)
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values))
-    write_tokenizer(folder, True, None)
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_loading_asks_for_exactly_the_modules_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    write_checkpoint(tmp_path, CASES[name])
+    write_model(tmp_path, FAMILIES[name])
     left: list[str] = []
     monkeypatch.setattr(Checkpoint, "finish", lambda self: left.extend(self.unused()))
     QuantizedModelAdapter.get_model(str(tmp_path), options=LoadOptions(kernels="torch"))
