@@ -7,21 +7,16 @@
 // One unit of work is a KV head, a tile of query tokens (all their heads that read it) and a run of segments. Sixty-four
 // keys at a time are transposed into an L1 panel, so that lanes are positions for the scores and elements for the sums.
 
-#include <cmath>
-
 #include "api.h"
+#include "attention_tiles.h"
 #include "pool.h"
-#include "rows.h"
 #include "scratch.h"
 #include "transpose.h"
 
 namespace dstgi {
 namespace {
 
-constexpr int64_t SEGMENT = 256;
-constexpr int64_t PANEL = 64;       // positions of a panel
-constexpr int64_t TILE_ROWS = 96;   // query rows (token, head) of a unit, about
-constexpr int ROWS = 6;             // query rows of a register tile
+constexpr int64_t TILE_ROWS = 96;  // query rows (token, head) of a unit, about
 constexpr size_t MAX_PARTIAL_BYTES = size_t{64} << 20;
 
 struct Call {
@@ -128,127 +123,6 @@ void load_values(const Call& c, const Unit& u, int64_t from, int64_t n, float* p
               load_item<MODE>(g.rows + (j * width + d) * ITEM, static_cast<int>(width - d), set1(g.scales[2 * j]),
                               set1(g.scales[2 * j + 1])));
   }
-}
-
-// Scores of R rows against V vectors of the panel's positions.
-template <int R, int V>
-void score_tile(const float* q, int64_t q_stride, const float* keys, int64_t depth, float* scores) {
-  F32 acc[R * V];
-  DSTGI_UNROLL
-  for (int i = 0; i < R * V; ++i) acc[i] = zero();
-  for (int64_t d = 0; d < depth; ++d, keys += PANEL) {
-    F32 k[V];
-    DSTGI_UNROLL
-    for (int v = 0; v < V; ++v) k[v] = load(keys + v * LANES);
-    DSTGI_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const F32 x = set1(q[r * q_stride + d]);
-      DSTGI_UNROLL
-      for (int v = 0; v < V; ++v) acc[r * V + v] = fma(x, k[v], acc[r * V + v]);
-    }
-  }
-  DSTGI_UNROLL
-  for (int i = 0; i < R * V; ++i) store(scores + i / V * SEGMENT + i % V * LANES, acc[i]);
-}
-
-// Adds weights [R][n] times values [n][V * 16 columns, from column d] to sums.
-template <int R, int V>
-void sum_tile(const float* weights, const float* const* groups, int64_t d, int64_t v_pad, int64_t n, float* sums) {
-  F32 acc[R * V];
-  DSTGI_UNROLL
-  for (int i = 0; i < R * V; ++i) acc[i] = load(sums + i / V * v_pad + i % V * LANES);
-  for (int64_t j = 0; j < n; ++j) {
-    const float* values = groups[j / LANES] + j % LANES * v_pad + d;
-    F32 x[V];
-    DSTGI_UNROLL
-    for (int v = 0; v < V; ++v) x[v] = load(values + v * LANES);
-    DSTGI_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const F32 w = set1(weights[r * SEGMENT + j]);
-      DSTGI_UNROLL
-      for (int v = 0; v < V; ++v) acc[r * V + v] = fma(w, x[v], acc[r * V + v]);
-    }
-  }
-  DSTGI_UNROLL
-  for (int i = 0; i < R * V; ++i) store(sums + i / V * v_pad + i % V * LANES, acc[i]);
-}
-
-#define DSTGI_BY_ROWS(CALL, ROWS_LEFT) \
-  switch (ROWS_LEFT) {                 \
-    case 1:                            \
-      CALL(1);                         \
-      break;                           \
-    case 2:                            \
-      CALL(2);                         \
-      break;                           \
-    case 3:                            \
-      CALL(3);                         \
-      break;                           \
-    case 4:                            \
-      CALL(4);                         \
-      break;                           \
-    case 5:                            \
-      CALL(5);                         \
-      break;                           \
-    default:                           \
-      CALL(6);                         \
-  }
-
-void score_rows(int rows, int64_t n, const float* q, int64_t q_stride, const float* keys, int64_t depth, float* scores) {
-#define DSTGI_WIDE(R) score_tile<R, 4>(q, q_stride, keys, depth, scores)
-#define DSTGI_NARROW(R) score_tile<R, 1>(q, q_stride, keys + v, depth, scores + v)
-  if (n > 2 * LANES) {
-    DSTGI_BY_ROWS(DSTGI_WIDE, rows)
-    return;
-  }
-  for (int64_t v = 0; v < n; v += LANES) DSTGI_BY_ROWS(DSTGI_NARROW, rows)
-#undef DSTGI_WIDE
-#undef DSTGI_NARROW
-}
-
-void sum_rows(int rows, const float* weights, const float* const* groups, int64_t v_pad, int64_t n, float* sums) {
-#define DSTGI_WIDE(R) sum_tile<R, 4>(weights, groups, d, v_pad, n, sums + d)
-#define DSTGI_NARROW(R) sum_tile<R, 1>(weights, groups, d, v_pad, n, sums + d)
-  int64_t d = 0;
-  for (; d + 4 * LANES <= v_pad; d += 4 * LANES) DSTGI_BY_ROWS(DSTGI_WIDE, rows)
-  for (; d < v_pad; d += LANES) DSTGI_BY_ROWS(DSTGI_NARROW, rows)
-#undef DSTGI_WIDE
-#undef DSTGI_NARROW
-}
-
-// Scores [n] become weights e^(s - max); returns their total. Places up to the next multiple of 16 become 0.
-DSTGI_INLINE float soften(float* scores, int64_t n, float* max_out) {
-  F32 top = set1(-INFINITY);
-  for (int64_t i = 0; i < n; i += LANES)
-    top = max(top, keep_below(load(scores + i), static_cast<int>(n - i), set1(-INFINITY)));
-  const float highest = max_lanes(top);
-  F32 total = zero();
-  for (int64_t i = 0; i < n; i += LANES) {
-    const F32 w = keep_below(exp(sub(load(scores + i), set1(highest))), static_cast<int>(n - i), zero());
-    store(scores + i, w);
-    total = add(total, w);
-  }
-  *max_out = highest;
-  return sum_lanes(total);
-}
-
-// Adds a segment (its max, total and weighted sum) to a row's running ones.
-DSTGI_INLINE void merge(float* out, float* out_max, float* out_total, const float* part, float part_max,
-                        float part_total, int64_t v_pad) {
-  const float highest = *out_max > part_max ? *out_max : part_max;
-  float both[LANES] = {*out_max - highest, part_max - highest};
-  store(both, exp(load(both)));
-  const F32 old_scale = set1(both[0]), new_scale = set1(both[1]);
-  for (int64_t d = 0; d < v_pad; d += LANES)
-    store(out + d, fma(load(part + d), new_scale, mul(load(out + d), old_scale)));
-  *out_total = std::fma(part_total, both[1], *out_total * both[0]);
-  *out_max = highest;
-}
-
-DSTGI_INLINE void start_row(float* out, float* max, float* total, int64_t v_pad) {
-  for (int64_t d = 0; d < v_pad; d += LANES) store(out + d, zero());
-  *max = -INFINITY;
-  *total = 0.0f;
 }
 
 #define DSTGI_BY_MODE(FUNCTION, ...)                \
