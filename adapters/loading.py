@@ -41,7 +41,11 @@ def load_decoder(config: ModelConfig, checkpoint: Checkpoint, source: WeightSour
     embedding, matrix = _load_ends(config, source)
     head = Head(norm, matrix, [len(rows) for rows in source.vocabulary(config)], source.group)
     rope = RopeTable(config.rope, config.rope_dim, config.max_position_embeddings, device)
-    checkpoint.skip(_extra_layers(config, checkpoint), "layers that predict further tokens")
+    checkpoint.skip(
+        _extra_layers(config, checkpoint),
+        f"layers from {config.num_hidden_layers} on predict further tokens (num_nextn_predict_layers "
+        f"{config.num_extra_layers}); they are not used",
+    )
     checkpoint.finish()
     _give_back(checkpoint)
     decoder = Decoder(DecoderWeights(embedding, parts, head, rope), source.kernels, device)

@@ -16,6 +16,8 @@ def latent_write(pages: LatentPages, latent: torch.Tensor, rope: torch.Tensor, s
     kept = slots >= 0
     if not bool(kept.all()):
         latent, rope, slots = latent[kept], rope[kept], slots[kept]
+    if not slots.numel():
+        return
     page, place = slots // pages.block_size, slots % pages.block_size
     pages.rope[page, place] = _converted(rope, pages.rope.dtype)
     if pages.scale is None:
