@@ -78,10 +78,22 @@ class Checkpoint:
         """Stored dtype."""
         return self._entry(name).dtype
 
+    def num_bytes_of(self, name: str) -> int:
+        """Bytes of one tensor."""
+        return self._entry(name).num_bytes
+
     def tensor(
         self, name: str, shape: tuple[int, ...] | None = None, dtypes: Iterable[torch.dtype] | None = None
     ) -> torch.Tensor:
         """A view of the mapped tensor, counted as used. Raises `CheckpointError` if shape or dtype is another."""
+        self.check(name, shape, dtypes)
+        self._seen.add(name)
+        return self._home[name].tensor(name)
+
+    def check(
+        self, name: str, shape: tuple[int, ...] | None = None, dtypes: Iterable[torch.dtype] | None = None
+    ) -> None:
+        """Raise `CheckpointError` if the tensor is not stored, or in another shape or dtype. Looks at headers only."""
         entry = self._entry(name)
         where = f"{self._home[name].path}: tensor {name}"
         if shape is not None and entry.shape != shape:
@@ -90,8 +102,6 @@ class Checkpoint:
         if entry.dtype not in wanted:
             expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in wanted)
             raise CheckpointError(f"{where} has dtype {str(entry.dtype).removeprefix('torch.')}; expected {expected}")
-        self._seen.add(name)
-        return self._home[name].tensor(name)
 
     def require(self, names: Iterable[str]) -> None:
         """Raise one `CheckpointError` that names every tensor of `names` that is not stored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -15,10 +16,9 @@ from deepseek_tgi import __version__
 from deepseek_tgi.errors import DeepseekTgiError
 
 if TYPE_CHECKING:
-    from deepseek_tgi.config import LauncherConfig
-
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+_JSON = "--json"
 Command = Callable[[argparse.Namespace], int]
 
 EXIT_CODES = """exit codes:
@@ -167,35 +167,29 @@ def _launch(argv: list[str]) -> int:
 
 def _info(argv: list[str]) -> int:
     from deepseek_tgi.config import LauncherConfig, read
+    from deepseek_tgi.launcher.plan import make_plan
+    from deepseek_tgi.launcher.plan_text import plan_lines, plan_object
     from deepseek_tgi.options import Program, flag_of, options_of
 
-    about = "Show each launcher option's value and where it comes from, and what the model needs."
-    example = "example:\n  deepseek-tgi info --model-id smollm2 --kv-cache-dtype int8"
-    resolved = read(LauncherConfig, Program("deepseek-tgi info", about, epilog=example), argv, os.environ)
+    about = "Show each launcher option's value and where it comes from, and what the model needs; no weight is read."
+    example = f"example:\n  deepseek-tgi info --model-id smollm2 --num-shard 2\n\n{_JSON} prints one object instead."
+    given = [argument for argument in argv if argument != _JSON]
+    resolved = read(LauncherConfig, Program("deepseek-tgi info", about, epilog=example), given, os.environ)
+    rows = []
     for name, spec in options_of(LauncherConfig).items():
         value = getattr(resolved.config, name)
-        shown = "-" if value in (None, ()) else "***" if spec.secret else value
-        print(f"{flag_of(name):<32} {shown!s:<32} {resolved.origins[name]}")
-    if resolved.origins["model_id"] != "default":
-        _print_model_plan(resolved.config)
+        rows.append((flag_of(name), "***" if spec.secret and value is not None else value, resolved.origins[name]))
+    named = resolved.origins["model_id"] != "default"
+    if given != argv:
+        options = {flag: {"value": value, "from": origin} for flag, value, origin in rows}
+        model = plan_object(make_plan(resolved.config)) if named else None
+        print(json.dumps({"options": options, "model": model}, indent=2))
+        return 0
+    for flag, value, origin in rows:
+        print(f"{flag:<32} {'-' if value in (None, ()) else value!s:<32} {origin}")
+    for line in ["", *plan_lines(make_plan(resolved.config))] if named else []:
+        print(line)
     return 0
-
-
-def _print_model_plan(config: LauncherConfig) -> None:
-    from deepseek_tgi.adapters.cache_layout import cache_layout, cache_modes
-    from deepseek_tgi.adapters.hub import resolve_folder
-    from deepseek_tgi.adapters.model_config import read_model_config
-
-    folder = resolve_folder(config.model_id, config.revision)
-    model = read_model_config(folder)
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    print(f"\n{'model folder':<32} {folder}\n{'model type':<32} {model.model_type}")
-    shown = f"{weights} bytes ({weights / 2**20:.1f} MiB)" if weights else "none in this folder"
-    print(f"{'weights':<32} {shown}")
-    for mode in cache_modes(model):
-        layout = cache_layout(model, mode, config.block_size or 16)
-        per_gib = layout.num_blocks_in(2**30) * layout.block_size
-        print(f"{'KV cache ' + mode.value:<32} {layout.bytes_per_token} bytes a token ({per_gib} tokens in 1 GiB)")
 
 
 def _quickstart(parsed: argparse.Namespace) -> int:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from deepseek_tgi.adapters.workspace import padded
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.pages import LatentPages, LayerPages, Pages
 
-ALIGNMENT_FLOATS = 16
-"""Buffers start on 64-byte lines."""
+__all__ = ["Part", "StepContext", "cut", "padded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,6 @@ class Part(ABC):
     @abstractmethod
     def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
         """Add this part's output to `hidden [T, H] float32` in place, using what `bind` made."""
-
-
-def padded(width: int) -> int:
-    """`width` floats rounded up, so that the next buffer stays aligned."""
-    return -(-width // ALIGNMENT_FLOATS) * ALIGNMENT_FLOATS
 
 
 def cut(scratch: torch.Tensor, num_tokens: int, widths: Sequence[int]) -> list[torch.Tensor]:

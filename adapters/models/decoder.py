@@ -12,13 +12,12 @@ from deepseek_tgi.adapters.layers.embedding import Embedding
 from deepseek_tgi.adapters.layers.head import Head
 from deepseek_tgi.adapters.layers.part import Part, StepContext
 from deepseek_tgi.adapters.layers.rope import RopeTable
+from deepseek_tgi.adapters.workspace import StepSizes
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.pages import Pages
 from deepseek_tgi.kernels.select import KernelSet
 
 Buffers = tuple[torch.Tensor, ...]
-TORCH_TILE_FLOATS = 8 << 20
-"""What the torch kernels hold besides: a tile of unpacked weights and of attention scores, in several precisions."""
 KEPT_SIZES = 8
 """Step sizes whose cut of the scratch memory is remembered: decode comes back to the same few."""
 
@@ -84,20 +83,12 @@ class Decoder:
         return w.embedding.nbytes + sum(p.nbytes for p in w.parts) + w.head.nbytes
 
     def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
-        """Upper bound of what a step takes beyond weights and cache, contexts being the step's own tokens.
-
-        Kernels made of torch's operators return fresh tensors (an input and two outputs of the widest product at a
-        time), convert weights tile by tile, and gather the context; the compiled ones work in place.
-        """
+        """Upper bound of what a step takes beyond weights and cache; see `StepSizes`."""
         head = self._weights.head
-        width, scratch = head.norm.size, self._scratch.floats_per_token
-        floats = num_tokens * (scratch + 2 * width) + num_logit_rows * (width + head.vocab_size)
-        if head.group is not None:
-            # Ranks exchange padded parts of the logits, and gloo's own copy of whatever is summed.
-            floats += num_logit_rows * 2 * head.vocab_size + num_tokens * width
-        if not self._native:
-            floats += num_tokens * 3 * scratch + num_logit_rows * 2 * head.vocab_size + TORCH_TILE_FLOATS
-        return 4 * floats
+        sizes = StepSizes(
+            self._scratch.floats_per_token, head.norm.size, head.vocab_size, self._native, head.group is not None
+        )
+        return sizes.bytes_of(num_tokens, num_logit_rows)
 
     def step(self, inputs: ForwardInputs, pages: Sequence[Pages]) -> torch.Tensor:
         """Raw logits `[R, V] float32` of `inputs.logit_rows`; K/V of all tokens is written to `pages`."""

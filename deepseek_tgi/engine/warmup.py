@@ -7,7 +7,7 @@ overrides both. Nothing is clamped silently below what the router demands: it wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from deepseek_tgi.adapters.base import ModelAdapter
@@ -106,9 +106,13 @@ def worst_case(requests: Sequence[Request], max_positions: int) -> list[Request]
 
 def workspace_bytes(adapter: ModelAdapter, limits: Limits, config: EngineConfig) -> int:
     """What a step may take beside weights and cache: the model's own bound, and copies of the logits for sampling."""
+    return step_workspace(adapter.workspace_bytes, adapter.info.vocab_size, limits, config)
+
+
+def step_workspace(bound: Callable[[int, int], int], vocab_size: int, limits: Limits, config: EngineConfig) -> int:
+    """As `workspace_bytes`, of a model that may not be loaded: `bound(tokens, logit rows)` is its own."""
     rows = max(config.max_batch_size or DEFAULT_BATCH_SIZE, MAX_PROMPT_LOGIT_ROWS if config.request_logprobs else 1)
-    logits = rows * adapter.info.vocab_size * 4
-    return adapter.workspace_bytes(limits.max_prefill_tokens, rows) + SAMPLING_COPIES * logits
+    return bound(limits.max_prefill_tokens, rows) + SAMPLING_COPIES * rows * vocab_size * 4
 
 
 def cache_budget(available_bytes: int, workspace_bytes: int, config: EngineConfig) -> int:

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     import torch
 
 TILE = 32
+GRID = 32
+"""Weights along K that share a scale on an int8 grid."""
+GRID_MIN_WEIGHTS = 1 << 20
+"""Smaller dense weights stay in floats: the test of every weight would cost more than it saves."""
 _MAX_WIDTH = 128
 _WIDTH_STEP = 16
 

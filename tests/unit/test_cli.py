@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -60,18 +61,66 @@ def test_info_shows_values_origins_and_no_secret(
     assert "very-secret-key" not in shown
 
 
-def test_info_counts_the_cache_bytes_of_a_model(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import json
-
+def test_info_tells_the_plan_of_a_model(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((tiny_model_dir / "config.json").read_text())
-    assert cli.main(["info", "--model-id", str(tiny_model_dir)]) == 0
-    shown = capsys.readouterr().out
+    assert cli.main(["info", "--model-id", str(tiny_model_dir), "--kv-cache-dtype", "int8"]) == 0
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    cells = {row[0]: [cell.strip() for cell in row[1:] if cell] for row in rows}
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    cells = config["num_hidden_layers"] * config["num_key_value_heads"] * 2 * width
+    elements = config["num_hidden_layers"] * config["num_key_value_heads"] * 2 * width
     # An int8 element is one byte; scale and zero of K and of V are two bytes each, per token, layer and head.
     scales = config["num_hidden_layers"] * config["num_key_value_heads"] * 2 * 2 * 2
-    assert f"{cells * 4} bytes a token" in shown
-    assert f"{cells + scales} bytes a token" in shown
+    assert cells["float32"][0] == f"{elements * 4:,}"
+    assert cells["int8 (in use)"][0] == f"{elements + scales:,}"
+    assert "awq int4 g32" in cells["model.layers.0-1.mlp.down_proj"]
+
+
+def test_info_for_programs_is_one_object(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--json", "--model-id", str(tiny_model_dir), "--api-key", "very-secret-key"]) == 0
+    shown = capsys.readouterr().out
+    found = json.loads(shown)
+    assert found["model"]["num_shard"] == 1
+    assert found["options"]["--model-id"] == {"value": str(tiny_model_dir), "from": "flag --model-id"}
+    assert "very-secret-key" not in shown
+    assert cli.main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "argv", "code"),
+    [({"model_type": "deepseek_v32"}, [], 4), ({}, ["--num-shard", "17"], 2), ({"kv_lora_rank": None}, [], 3)],
+    ids=["unsupported", "shards", "unreadable"],
+)
+def test_info_refuses_with_the_codes_of_loading(
+    fields: dict[str, object], argv: list[str], code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from oracles.published import V2_LITE
+
+    (tmp_path / "config.json").write_text(json.dumps(V2_LITE | fields))
+    assert cli.main(["info", "--model-id", str(tmp_path), *argv]) == code
+    assert capfd.readouterr().err.count("deepseek-tgi: error: ") == 1
+
+
+def test_a_plan_from_a_config_alone_is_quick(tmp_path: Path) -> None:
+    """The largest model there is, in CPU time, the best of three; a busy machine must not decide."""
+    from oracles.published import V3
+
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    code = """
+import io, json, sys, time
+from contextlib import redirect_stdout
+start = time.process_time()
+from deepseek_tgi import cli
+with redirect_stdout(io.StringIO()):
+    code = cli.main(["info", "--model-id", sys.argv[1], "--num-shard", "8"])
+print(json.dumps([code, time.process_time() - start, sorted({"torch", "numpy", "transformers"} & sys.modules.keys())]))
+"""
+    runs = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+        runs.append(json.loads(done.stdout))
+    assert [(status, heavy) for status, _, heavy in runs] == [(0, [])] * 3
+    assert min(seconds for _, seconds, _ in runs) < 1.0
 
 
 @pytest.mark.parametrize(

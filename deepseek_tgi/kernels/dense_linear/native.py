@@ -23,13 +23,11 @@ from deepseek_tgi.kernels.common import (
     refuse,
 )
 from deepseek_tgi.kernels.library import DenseWeight, NativeLibrary, QuantWeight
-from deepseek_tgi.kernels.quant_layout import TILE, block_width, in_tiles, padded_tiles
+from deepseek_tgi.kernels.quant_layout import GRID, GRID_MIN_WEIGHTS, TILE, block_width, in_tiles, padded_tiles
 
 _F32 = torch.float32
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLOAT8 = 3
-_GRID = 32
-_GRID_MIN_WEIGHTS = 1 << 20
 _GRID_FITS = 3
 _WEIGHTS_AT_ONCE = 1 << 16
 _BF16_STEP = 2.0**-8
@@ -86,7 +84,7 @@ def on_grid(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """
     out_features, in_features = weight.shape
     codes = torch.empty(out_features, in_features, dtype=torch.int8)
-    scales = torch.empty(out_features, in_features // _GRID, dtype=torch.float16)
+    scales = torch.empty(out_features, in_features // GRID, dtype=torch.float16)
     step = max(1, _WEIGHTS_AT_ONCE // in_features)
     for row in range(0, out_features, step):
         if not _fit_rows(weight[row : row + step], codes[row : row + step], scales[row : row + step]):
@@ -96,7 +94,7 @@ def on_grid(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 def _fit_rows(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> bool:
     """Fill `codes` and `scales`; false if a weight is further than a bfloat16 step from its code."""
-    groups = weight.float().view(weight.shape[0], -1, _GRID)
+    groups = weight.float().view(weight.shape[0], -1, GRID)
     step = groups.abs().amax(-1, keepdim=True) / 127.0
     for _ in range(_GRID_FITS):
         fitted = (groups / torch.where(step > 0, step, 1.0)).round_().clamp_(-127, 127)
@@ -121,7 +119,7 @@ class Packer:
         """See the contract."""
         check_dense(weight)
         bf16 = self.compute_dtype is ComputeDtype.BFLOAT16
-        if bf16 and weight.numel() >= _GRID_MIN_WEIGHTS and weight.shape[1] % _GRID == 0:
+        if bf16 and weight.numel() >= GRID_MIN_WEIGHTS and weight.shape[1] % GRID == 0:
             grid = on_grid(weight)
             if grid is not None:
                 return self._pack_grid(*grid)
@@ -137,12 +135,12 @@ class Packer:
 
     def _pack_grid(self, codes: torch.Tensor, scales: torch.Tensor) -> PackedDense:
         out_features, in_features = codes.shape
-        per_group, width = block_width(_GRID)
-        blocks = in_features // _GRID * per_group
+        per_group, width = block_width(GRID)
+        blocks = in_features // GRID * per_group
         packed = torch.empty(padded_tiles(out_features) * blocks * (width // 4) * 32, dtype=torch.int32)
         parts = (packed, in_tiles(scales, per_group))
         struct = QuantWeight(
-            out_features, in_features, _GRID, per_group, blocks, width, 8, 1, 1, self.num_threads,
+            out_features, in_features, GRID, per_group, blocks, width, 8, 1, 1, self.num_threads,
             packed.data_ptr(), parts[1].data_ptr(), None,
         )  # fmt: skip
         self.library.slow.dstgi_pack_codes(ctypes.addressof(struct), codes.data_ptr())

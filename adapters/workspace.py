@@ -1,0 +1,75 @@
+"""What a step takes beyond weights and cache, as arithmetic on the model's sizes. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepseek_tgi.adapters.model_config import GroupedQueryAttention, LatentAttention, ModelConfig
+
+ALIGNMENT_FLOATS = 16
+"""Buffers start on 64-byte lines."""
+TORCH_TILE_FLOATS = 8 << 20
+"""What the torch kernels hold besides: a tile of unpacked weights and of attention scores, in several precisions."""
+
+
+def padded(width: int) -> int:
+    """`width` floats rounded up, so that the next buffer stays aligned."""
+    return -(-width // ALIGNMENT_FLOATS) * ALIGNMENT_FLOATS
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What decides a step's temporary memory: `scratch_floats` a token in the part that needs most, whether kernels are
+    `native`, and whether the model runs in `several_ranks`.
+    """
+
+    scratch_floats: int
+    hidden_size: int
+    vocab_size: int
+    native: bool
+    several_ranks: bool = False
+
+    def bytes_of(self, num_tokens: int, num_logit_rows: int) -> int:
+        """Upper bound for so many tokens and logit rows, contexts being the step's own tokens.
+
+        Kernels made of torch's operators return fresh tensors (an input and two outputs of the widest product at a
+        time), convert weights tile by tile, and gather the context; the compiled ones work in place.
+        """
+        floats = num_tokens * (self.scratch_floats + 2 * self.hidden_size)
+        floats += num_logit_rows * (self.hidden_size + self.vocab_size)
+        if self.several_ranks:
+            # Ranks exchange padded parts of the logits, and gloo's own copy of whatever is summed.
+            floats += num_logit_rows * 2 * self.vocab_size + num_tokens * self.hidden_size
+        if not self.native:
+            floats += num_tokens * 3 * self.scratch_floats + num_logit_rows * 2 * self.vocab_size + TORCH_TILE_FLOATS
+        return 4 * floats
+
+
+def scratch_floats(config: ModelConfig) -> int:
+    """Scratch floats a token needs in the part that needs most; the parts' own figures, before they exist."""
+    spec = config.attention
+    attention = _latent(spec, config.hidden_size) if isinstance(spec, LatentAttention) else _grouped(spec, config)
+    widths = [attention, (config.hidden_size, 2 * config.mlp.intermediate_size, config.mlp.intermediate_size)]
+    if config.experts is not None:
+        shared = config.experts.shared_size
+        widths.append((config.hidden_size, config.experts.routing.num_experts, 2 * shared, shared))
+        if all(config.experts.in_layer(index) for index in range(config.num_hidden_layers)):
+            del widths[1]
+    return max(_sum(part) for part in widths)
+
+
+def _grouped(spec: GroupedQueryAttention, config: ModelConfig) -> Sequence[int]:
+    return config.hidden_size, spec.q_width + 2 * spec.kv_width, spec.q_width
+
+
+def _latent(spec: LatentAttention, hidden: int) -> Sequence[int]:
+    queries = spec.num_attention_heads * spec.qk_head_dim
+    latent = spec.kv_lora_rank + spec.qk_rope_head_dim
+    second = queries if spec.q_lora_rank else 0
+    normed = max(hidden, spec.q_lora_rank or 0)
+    return normed, (spec.q_lora_rank or queries) + latent, second, spec.num_attention_heads * spec.v_head_dim
+
+
+def _sum(widths: Sequence[int]) -> int:
+    return sum(padded(width) for width in widths)
