@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from builders import TinyCheckpoint, tiny_checkpoint
+from builders import TinyCheckpoint, TinySpec, tiny_checkpoint
 from oracles.published import PARAMETERS, R1_DISTILL_LLAMA_8B, V2_LITE, V3
+from ranks import FAMILIES, sharded, write_model
 from safetensors.torch import load_file, save_file
 
 from deepseek_tgi.adapters.base import LoadOptions
@@ -164,6 +165,20 @@ def test_the_plan_is_what_loading_makes(checkpoint: TinyCheckpoint, compute: Com
     sizes = StepSizes(scratch_floats(config), config.hidden_size, config.vocab_size, native=True)
     for tokens, rows in ((1, 1), (300, 2)):
         assert sizes.bytes_of(tokens, rows) == adapter.workspace_bytes(tokens, rows)
+
+
+@pytest.mark.parametrize("family", ["llama 9/3", "deepseek_v2"])
+def test_each_rank_holds_what_was_planned_for_it(family: str, tmp_path: Path) -> None:
+    spec = TinySpec(quant="awq-gemm", group_size=32)
+    folder = write_model(tmp_path / "model", FAMILIES[family], spec)
+    plan, _ = stored(folder, 3, HeldBytes("native", ComputeDtype.FLOAT32))
+    shards = plan_shards(read_model_config(folder), 3)
+    with sharded(folder, 3, dtype="float32", kernels="native", num_threads=1) as adapters:
+        for rank, adapter in enumerate(adapters):
+            assert plan.ranks[rank].held_bytes == pytest.approx(adapter.info.weight_bytes, rel=0.03)
+            local = shards.local(rank)
+            sizes = StepSizes(scratch_floats(local), local.hidden_size, local.vocab_size, True, several_ranks=True)
+            assert sizes.bytes_of(300, 2) == adapter.workspace_bytes(300, 2)
 
 
 def test_the_bytes_are_those_of_the_files(checkpoint: TinyCheckpoint) -> None:

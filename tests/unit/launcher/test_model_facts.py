@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from oracles.published import PARAMETERS
 
 from deepseek_tgi.config import LauncherConfig
 from deepseek_tgi.errors import ConfigError
@@ -70,6 +71,29 @@ def test_attention_and_prefix_caching(
 ) -> None:
     got = model_facts.attention_environment(facts, lora, capability, {})
     assert got == {"ATTENTION": attention, "PREFIX_CACHING": caching}
+
+
+@pytest.mark.parametrize(
+    ("model", "head_dim", "with_gpu"),
+    [
+        # hidden_size / num_attention_heads, which is no width that such a model has: 2048/16, 5120/128, 7168/128.
+        ("DeepSeek-V2-Lite", 128, {"ATTENTION": "flashdecoding", "PREFIX_CACHING": "true"}),
+        ("DeepSeek-V2", 40, {"ATTENTION": "flashdecoding", "PREFIX_CACHING": "0"}),
+        ("DeepSeek-V3", 56, {"ATTENTION": "flashdecoding", "PREFIX_CACHING": "0"}),
+        ("R1-Distill-Llama-8B", 128, {"ATTENTION": "flashinfer", "PREFIX_CACHING": "true"}),
+        ("SmolLM2-135M", 64, {"ATTENTION": "flashinfer", "PREFIX_CACHING": "true"}),
+    ],
+)
+def test_facts_of_published_models(model: str, head_dim: int, with_gpu: dict[str, str], tmp_path: Path) -> None:
+    fields, _ = PARAMETERS[model]
+    facts = model_facts.read_facts(write(tmp_path, fields | {"quantization_config": {"quant_method": "fp8"}}))
+    assert (facts.model_type, facts.head_dim, facts.quant_method) == (fields["model_type"], head_dim, "fp8")
+    assert facts.max_position_embeddings == fields["max_position_embeddings"]
+    assert model_facts.attention_environment(facts, False, 9, {}) == with_gpu
+    latent = fields["model_type"].startswith("deepseek")
+    without = {"ATTENTION": "paged", "PREFIX_CACHING": "0"} if latent else with_gpu
+    assert model_facts.attention_environment(facts, False, None, {}) == without
+    assert model_facts.prefill_tokens(LauncherConfig(), facts) == 4096
 
 
 def test_what_the_user_set_is_kept() -> None:
