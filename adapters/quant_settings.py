@@ -1,4 +1,4 @@
-"""What a checkpoint says about its quantisation, read from its configs alone: no tensor is looked at.
+"""What a checkpoint says about its quantisation, read from its configs alone: no tensor is looked at. No torch here.
 
 The label comes first: a method or format that cannot be read is refused here in one line, before any weight is mapped.
 """
@@ -6,42 +6,24 @@ The label comes first: a method or format that cannot be read is refused here in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from deepseek_tgi.adapters.awq.format import AWQ_VERSIONS, PACK_QUANTIZED, AwqFormat
+from deepseek_tgi.adapters.awq.format import AWQ_VERSIONS, GPTQ_FORMATS
+from deepseek_tgi.adapters.compressed_settings import read_compressed_tensors
 from deepseek_tgi.adapters.json_fields import Fields, read_json
-from deepseek_tgi.errors import CheckpointError, UnsupportedModelError
+from deepseek_tgi.adapters.quant_schemes import EVERYTHING, Fp8Scheme, Int4Scheme, NameList, QuantSettings, Scheme
+from deepseek_tgi.errors import UnsupportedModelError
 
-SUPPORTED = "awq (4 bits, version gemm or gemv), compressed-tensors (pack-quantized, 4 bits, weights only)"
-_LEGACY_FILE = "quant_config.json"
-"""Where AutoAWQ wrote its settings before `config.json` had a place for them."""
+__all__ = ["SUPPORTED", "QuantSettings", "read_quant_settings"]
+
+SUPPORTED = (
+    "awq (4 bits, version gemm or gemv), gptq (4 bits), fp8 (e4m3), "
+    "compressed-tensors (pack-quantized with 4 bits and weights only, or float-quantized)"
+)
+_LEGACY_FILES = {"quant_config.json": "awq", "quantize_config.json": "gptq"}
+"""Where AutoAWQ and AutoGPTQ wrote their settings before `config.json` had a place for them."""
 _ANY_INT = 2**31
-
-
-@dataclass(frozen=True, slots=True)
-class QuantSettings:
-    """The declared quantisation. `layout` None means none is declared.
-
-    `group_sizes` are the declared ones, unjudged (-1 means the whole input side): they are checked against layers.
-    `excluded` are the modules declared dense; `open_ended` says that the list also holds patterns, which are not
-    evaluated since the stored tensors decide. `source` is the file that says so.
-    """
-
-    method: str
-    layout: AwqFormat | None
-    group_sizes: tuple[int, ...]
-    zero_point: bool
-    excluded: tuple[str, ...]
-    open_ended: bool
-    source: str
-
-    def excludes(self, module: str) -> bool:
-        """True if the list names `module`, or a part of its path made of whole names.
-
-        `mlp.gate` matches `model.layers.0.mlp.gate` and not `model.layers.0.mlp.gate_proj`.
-        """
-        return any(f".{entry.strip('.')}." in f".{module}." for entry in self.excluded)
+_SCALE_FORMATS = ("float", "ue8m0")
 
 
 def read_quant_settings(folder: Path, quantization: Mapping[str, object] | None) -> QuantSettings:
@@ -51,16 +33,15 @@ def read_quant_settings(folder: Path, quantization: Mapping[str, object] | None)
     """
     source = folder / "config.json"
     if quantization is None:
-        legacy = folder / _LEGACY_FILE
-        if not legacy.is_file():
-            return QuantSettings("none", None, (), False, (), False, str(source))
-        return _read_awq(Fields(str(legacy), read_json(legacy)))
+        for name, method in _LEGACY_FILES.items():
+            legacy = folder / name
+            if legacy.is_file():
+                return _READERS[method](Fields(str(legacy), read_json(legacy)))
+        return QuantSettings("none", str(source))
     fields = Fields(str(source), quantization, "quantization_config.")
     method = fields.text("quant_method")
-    if method == "awq":
-        return _read_awq(fields)
-    if method == "compressed-tensors":
-        return _read_compressed_tensors(fields)
+    if method in _READERS:
+        return _READERS[method](fields)
     layout = quantization.get("format") or quantization.get("fmt") or quantization.get("version")
     named = f" (format {layout!r})" if layout else ""
     raise UnsupportedModelError(
@@ -83,64 +64,94 @@ def _read_awq(fields: Fields) -> QuantSettings:
     if fields.text("backend", default="autoawq") == "llm-awq":
         raise _refuse(fields, "backend", "AWQ is read as AutoAWQ writes it")
     group_key = "group_size" if fields.has("group_size") else "q_group_size"
-    excluded = fields.texts("modules_to_not_convert")
-    return QuantSettings(
-        method="awq",
+    scheme = Int4Scheme(
         layout=AWQ_VERSIONS[version],
-        group_sizes=(fields.integer(group_key, low=-_ANY_INT),),
+        group_size=fields.integer(group_key, low=-_ANY_INT),
         zero_point=fields.flag("zero_point", default=True),
-        excluded=tuple(entry for entry in excluded if entry.strip(".")),
-        open_ended=False,
-        source=fields.source,
     )
+    excluded = NameList.of(fields.texts("modules_to_not_convert"))
+    return QuantSettings("awq", fields.source, ((EVERYTHING, scheme),), excluded)
 
 
-def _read_compressed_tensors(fields: Fields) -> QuantSettings:
-    top_format = fields.text("format", default=PACK_QUANTIZED.name)
-    for key in ("sparsity_config", "transform_config"):
-        extra = fields.section(key)
-        if extra and extra.data and extra.data.get("format") != "dense" and any(extra.data.values()):
-            raise _refuse(fields, key, "only plain pack-quantized weights are read")
-    groups = fields.section("config_groups")
-    if groups is None or not groups.data:
-        raise CheckpointError(f"{fields.source}: {fields.prefix}config_groups is missing or empty; expected one group")
-    schemes = [_read_scheme(groups, name, top_format) for name in groups.data]
-    if len({zero_point for _, zero_point in schemes}) > 1:
-        raise UnsupportedModelError(
-            f"{fields.source}: {fields.prefix}config_groups mixes symmetric and asymmetric groups: not implemented"
-        )
-    ignored = fields.texts("ignore")
-    return QuantSettings(
-        method="compressed-tensors",
-        layout=PACK_QUANTIZED,
-        group_sizes=tuple(dict.fromkeys(size for size, _ in schemes)),
-        zero_point=schemes[0][1],
-        excluded=tuple(entry for entry in ignored if entry.strip(".") and not entry.startswith("re:")),
-        open_ended=any(entry.startswith("re:") for entry in ignored),
-        source=fields.source,
+def _read_gptq(fields: Fields) -> QuantSettings:
+    if fields.integer("bits", low=-_ANY_INT) != 4:
+        raise _refuse(fields, "bits", "GPTQ is read at 4 bits")
+    key = "checkpoint_format" if fields.has("checkpoint_format") else "format"
+    layout = fields.text(key, default="gptq").lower()
+    if layout not in GPTQ_FORMATS or fields.data.get("is_marlin_format"):
+        key = key if layout not in GPTQ_FORMATS else "is_marlin_format"
+        raise _refuse(fields, key, f"GPTQ is read as {' or '.join(GPTQ_FORMATS)}")
+    if fields.integer("pack_dtype_bits", default=32) != 32 or fields.text("pack_dtype", default="int32") != "int32":
+        raise _refuse(fields, "pack_dtype", "GPTQ is read in words of 32 bits")
+    # Sorted groups exist only where groups were made after sorting: not with one group, not with static ones.
+    size = fields.integer("group_size", default=-1, low=-_ANY_INT)
+    sorted_groups = fields.flag("desc_act", default=False) and not fields.flag("static_groups", default=False)
+    scheme = Int4Scheme(
+        layout=GPTQ_FORMATS[layout],
+        group_size=size,
+        zero_point=not fields.flag("sym", default=True),
+        sorted_groups=sorted_groups and size != -1,
     )
+    rules, excluded = _read_dynamic(fields, scheme)
+    # The config does not say which linear layers a tool passed over; `opaque` keeps a dense one from being remarked on.
+    left_alone = NameList(excluded.parts, excluded.patterns, opaque=True)
+    return QuantSettings("gptq", fields.source, rules, left_alone, fields.flag("lm_head", default=False))
 
 
-def _read_scheme(groups: Fields, name: str, top_format: str) -> tuple[int, bool]:
-    """Group size and "has zero points" of one config group."""
-    group = groups.section(name)
-    weights = group.section("weights") if group else None
-    if group is None or weights is None:
-        groups.fail(name, "an object with weights")
-    layout = group.text("format", default=top_format)
-    if layout != PACK_QUANTIZED.name:
-        raise UnsupportedModelError(
-            f"{groups.source}: quant_method 'compressed-tensors' with format {layout!r} is not implemented; "
-            f"supported are {SUPPORTED}"
+def _read_dynamic(fields: Fields, scheme: Int4Scheme) -> tuple[tuple[tuple[NameList, Scheme], ...], NameList]:
+    """Rules and exclusions of GPTQModel's `dynamic`: patterns that begin with `-:` leave alone, others override."""
+    section = fields.section("dynamic")
+    rules: list[tuple[NameList, Scheme]] = []
+    excluded = []
+    for pattern in section.data if section is not None else ():
+        assert section is not None, "only a section has patterns"
+        if pattern.startswith("-:"):
+            excluded.append(f"re:{pattern.removeprefix('-:')}")
+            continue
+        own = section.section(pattern)
+        if own is None:
+            continue
+        if own.integer("bits", default=4, low=-_ANY_INT) != 4:
+            raise _refuse(own, "bits", "GPTQ is read at 4 bits")
+        override = Int4Scheme(
+            layout=scheme.layout,
+            group_size=own.integer("group_size", default=scheme.group_size, low=-_ANY_INT),
+            zero_point=not own.flag("sym", default=not scheme.zero_point),
+            sorted_groups=own.flag("desc_act", default=scheme.sorted_groups),
         )
-    if weights.integer("num_bits", low=-_ANY_INT) != 4 or weights.text("type", default="int") != "int":
-        raise _refuse(weights, "num_bits", "pack-quantized is read as 4-bit integers")
-    if group.has("input_activations"):
-        raise _refuse(group, "input_activations", "only weights may be quantised (W4A16)")
-    if weights.text("actorder", default="static") not in ("static", "weight"):
-        raise _refuse(weights, "actorder", "only group-contiguous weights are read")
-    strategy = weights.text("strategy", default="group")
-    if strategy not in ("group", "channel"):
-        raise _refuse(weights, "strategy", "group and channel are read")
-    size = -1 if strategy == "channel" else weights.integer("group_size", low=-_ANY_INT)
-    return size, not weights.flag("symmetric", default=True)
+        rules.append((NameList.of([f"re:{pattern.removeprefix('+:')}"]), override))
+    return (*rules, (EVERYTHING, scheme)), NameList.of(excluded)
+
+
+def _read_fp8(fields: Fields) -> QuantSettings:
+    if fields.text("fmt", default="e4m3") != "e4m3":
+        raise _refuse(fields, "fmt", "8-bit floats are read as e4m3")
+    if fields.text("activation_scheme", default="dynamic").lower() not in ("dynamic", "static"):
+        raise _refuse(fields, "activation_scheme", "expected dynamic or static")
+    if fields.text("scale_fmt", default="float") not in _SCALE_FORMATS:
+        raise _refuse(fields, "scale_fmt", f"scales are read as {' or '.join(_SCALE_FORMATS)}")
+    if fields.text("expert_dtype", default="fp8") != "fp8":
+        raise _refuse(fields, "expert_dtype", "experts are read as fp8")
+    key = "modules_to_not_convert" if fields.has("modules_to_not_convert") else "ignored_layers"
+    excluded = NameList.of(fields.texts(key))
+    block = _read_block(fields)
+    scheme = Fp8Scheme(None, "weight_scale") if block is None else Fp8Scheme(block)
+    return QuantSettings("fp8", fields.source, ((EVERYTHING, scheme),), excluded)
+
+
+def _read_block(fields: Fields) -> tuple[int, int] | None:
+    value = fields.data.get("weight_block_size")
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(type(side) is int and side > 0 for side in value):
+        fields.fail("weight_block_size", "two positive integers, outputs and inputs of a block")
+    return value[0], value[1]
+
+
+_READERS = {
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "fp8": _read_fp8,
+    "compressed-tensors": read_compressed_tensors,
+}
+"""Reader of each implemented `quant_method`."""

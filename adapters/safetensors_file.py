@@ -35,6 +35,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,

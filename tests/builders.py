@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import format_writers
 import torch
 from deepseek_checkpoint import ARCHITECTURES as DEEPSEEK
 from deepseek_checkpoint import as_transformers, deepseek_fields, deepseek_weights
@@ -28,10 +29,11 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TinySpec:
-    """What to write. `quant` is None, `awq-gemm`, `awq-gemv` or `compressed-tensors`.
+    """What to write. `quant` is None, `awq-gemm`, `awq-gemv`, `compressed-tensors` or one of `format_writers.FORMATS`.
 
     `not_converted` goes into the config as it is; `dense_modules` are the suffixes really stored dense (default: the
-    same names). `head` says what a tied checkpoint stores besides: None, `equal` or `differs`.
+    same names). `head` says what a tied checkpoint stores besides: None, `equal` or `differs`. `ordered`: GPTQ groups
+    in activation order; `block`: of 8-bit floats.
     """
 
     quant: str | None = None
@@ -47,6 +49,8 @@ class TinySpec:
     add_bos: bool = True
     pad_token: str | None = None
     seed: int = 0
+    ordered: bool = False
+    block: tuple[int, int] = (128, 128)
     config: Config = field(default_factory=dict)
 
 
@@ -122,6 +126,14 @@ def tiny_checkpoint(path: Path, family: str = "llama", quant: str | None = None,
 
 def quantization_config(s: TinySpec) -> Config:
     """The `quantization_config` the tools that write each format put into `config.json`."""
+    if s.quant in format_writers.GPTQ:
+        return format_writers.gptq_config(s.quant, _grouping(s), {})
+    if s.quant in format_writers.FP8:
+        return format_writers.fp8_config(s.quant, s.block, s.not_converted)
+    if s.quant == "ct-ordered":
+        config = quantization_config(replace(s, quant="compressed-tensors"))
+        config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+        return config
     if s.quant == "compressed-tensors":
         weights = {"num_bits": 4, "type": "int", "symmetric": not s.zero_point, "dynamic": False}
         weights |= {"strategy": "channel"} if s.group_size == -1 else {"strategy": "group", "group_size": s.group_size}
@@ -205,6 +217,10 @@ def encode(weights: Tensors, s: TinySpec) -> tuple[Tensors, Tensors]:
             stored[name] = value.to(s.dtype)
             dense[name] = stored[name].float()
             continue
+        if s.quant in format_writers.FORMATS:
+            tensors, dense[name] = _encode_more(module, value, s)
+            stored |= {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
+            continue
         codes, zeros, scales = round_to_nearest(value, s)
         group = value.shape[1] if s.group_size == -1 else s.group_size
         wide = zeros.float().repeat_interleave(group, 1)
@@ -212,6 +228,19 @@ def encode(weights: Tensors, s: TinySpec) -> tuple[Tensors, Tensors]:
         for suffix, tensor in pack(codes, zeros, scales, s).items():
             stored[f"{module}.{suffix}"] = tensor
     return stored, dense
+
+
+def _grouping(s: TinySpec) -> format_writers.Grouping:
+    return format_writers.Grouping(s.group_size, s.zero_point, s.ordered or s.quant == "ct-ordered")
+
+
+def _encode_more(module: str, value: torch.Tensor, s: TinySpec) -> tuple[Tensors, torch.Tensor]:
+    assert s.quant is not None, "only called for a format"
+    if s.quant in format_writers.FP8:
+        return format_writers.write_fp8(value, s.quant, s.block)
+    if s.quant == "ct-ordered":
+        return format_writers.write_ordered_pack(module, value, _grouping(s))
+    return format_writers.write_gptq(module, value, s.quant, _grouping(s))
 
 
 def round_to_nearest(weight: torch.Tensor, s: TinySpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

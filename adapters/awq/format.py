@@ -4,13 +4,13 @@ A dialect is an `AwqFormat`: which axis is packed, in which nibble order, whethe
 names the tensors carry. `unpack` follows the descriptor, so a new dialect is a new value here. A dialect is never
 guessed from shapes: square layers look alike in all of them.
 
-Every dialect means `weight[n, k] = (code[n, k] - zero[n, k // group_size]) * scale[n, k // group_size]` with codes and
-zeros in 0..15; "symmetric" is a zero of 8.
+Every dialect means `weight[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]` with codes and zeros in 0..15, g the group
+of input k: `k // group_size`, or what a tensor of indices says (activation order). "Symmetric" is a zero of 8.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 NIBBLES_PER_WORD = 8
@@ -32,6 +32,9 @@ class AwqFormat:
     Nibble `i` of a word, counted from the low end, holds column `nibble_order[i]` of its eight. `input_major` means
     tensors are `[K, N]`-like, else `[N, K]`-like. `zeros_axis` is the packed axis of the zero tensor. `pads_groups`:
     the group axis of zeros and scales is padded with zeros to a multiple of what the kernels of that dialect read.
+    `group_index` names the tensor with the group of each input (empty: there is none). `zeros_less_one`: zeros are
+    stored one less than they are. `stores_midpoint`: zeros are stored for symmetric layers as well. `short_last_group`:
+    the input side need not be whole groups.
     """
 
     name: str
@@ -43,6 +46,10 @@ class AwqFormat:
     zeros_axis: Axis
     input_major: bool
     pads_groups: bool = False
+    group_index: str = ""
+    zeros_less_one: bool = False
+    stores_midpoint: bool = False
+    short_last_group: bool = False
 
     def weight_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
         """Shape of the packed weight tensor."""
@@ -64,7 +71,7 @@ class AwqFormat:
         return (in_side, out_side) if self.input_major else (out_side, in_side)
 
     def _stored_groups(self, in_features: int, group_size: int) -> int:
-        groups = in_features // group_size
+        groups = -(-in_features // group_size) if self.short_last_group else in_features // group_size
         if not self.pads_groups:
             return groups
         # AutoAWQ `calculate_zeros_width`: whole words, and as many words as cover 128 inputs per kernel step.
@@ -103,6 +110,24 @@ PACK_QUANTIZED = AwqFormat(
     weight_axis=Axis.IN,
     zeros_axis=Axis.OUT,
     input_major=False,
+    group_index="weight_g_idx",
 )
+GPTQ = AwqFormat(
+    name="gptq",
+    weight="qweight",
+    zeros="qzeros",
+    scales="scales",
+    nibble_order=(0, 1, 2, 3, 4, 5, 6, 7),
+    weight_axis=Axis.IN,
+    zeros_axis=Axis.OUT,
+    input_major=True,
+    group_index="g_idx",
+    zeros_less_one=True,
+    stores_midpoint=True,
+    short_last_group=True,
+)
+GPTQ_V2 = replace(GPTQ, name="gptq_v2", zeros_less_one=False)
 AWQ_VERSIONS = {"gemm": GEMM, "gemv": GEMV}
 """`quantization_config.version` of AutoAWQ checkpoints that can be read."""
+GPTQ_FORMATS = {"gptq": GPTQ, "gptq_v2": GPTQ_V2}
+"""`quantization_config.checkpoint_format` of GPTQ checkpoints that can be read."""

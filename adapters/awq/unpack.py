@@ -5,10 +5,16 @@ Knows nothing of files or configs: shapes and dtypes were checked by `adapters.q
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 
 from deepseek_tgi.adapters.awq.format import GEMM, NIBBLES_PER_WORD, SYMMETRIC_ZERO, AwqFormat, Axis
 from deepseek_tgi.adapters.weight_forms import Int4Weight
+
+_ONE_EACH = 0x11111111
+"""One in each nibble of a word."""
 
 
 def unpack(
@@ -22,20 +28,52 @@ def unpack(
 ) -> Int4Weight:
     """Unpack one layer of `shape (N, K)` without its bias. `zeros` None means the midpoint.
 
-    `group_size` is the real one. The result owns its memory.
+    `group_size` is the real one; a short last group is made whole by cutting all groups into smaller ones. Inputs stay
+    in file order (`sorted_by_group` undoes that). The result owns its memory.
     """
-    grid = (shape[0], shape[1] // group_size)
+    grid = (shape[0], -(-shape[1] // group_size))
     stored_scales = scales.t() if layout.input_major else scales
     if zeros is None:
         unpacked_zeros = torch.full(grid, SYMMETRIC_ZERO, dtype=torch.uint8)
     else:
-        unpacked_zeros = _unpack_side(layout, zeros, layout.zeros_axis, grid)
-    return Int4Weight(
-        codes=_unpack_side(layout, weight, layout.weight_axis, shape),
-        zeros=unpacked_zeros,
-        scales=stored_scales[:, : grid[1]].clone(memory_format=torch.contiguous_format),
-        group_size=group_size,
-    )
+        unpacked_zeros = unpack_zeros(layout, zeros, grid)
+    codes = _unpack_side(layout, weight, layout.weight_axis, shape)
+    return whole_groups(codes, unpacked_zeros, stored_scales[:, : grid[1]], group_size)
+
+
+def unpack_zeros(layout: AwqFormat, zeros: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """Zeros `[N, groups] uint8` as they are, of packed ones.
+
+    Where they are stored less one, one is given back to whole words: a zero of 0 was stored as 15 and borrowed from its
+    neighbour. That is how GPTQModel writes and reads them; readers that add to each nibble agree wherever no zero is 0.
+    """
+    words = zeros + _ONE_EACH if layout.zeros_less_one else zeros
+    return _unpack_side(layout, words, layout.zeros_axis, grid)
+
+
+def stored_nibbles(layout: AwqFormat, zeros: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """Zeros `[N, groups] uint8` as they are stored."""
+    return _unpack_side(layout, zeros, layout.zeros_axis, grid)
+
+
+def whole_groups(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group_size: int) -> Int4Weight:
+    """The weight of `codes [N, K]` with zeros and scales `[N, ceil(K / group_size)]`, in groups that divide K."""
+    size = math.gcd(codes.shape[1], group_size)
+    sides = [zeros, scales]
+    if size != group_size:
+        groups = codes.shape[1] // size
+        sides = [side.repeat_interleave(group_size // size, 1)[:, :groups] for side in sides]
+    zeros, scales = (side.clone(memory_format=torch.contiguous_format) for side in sides)
+    return Int4Weight(codes, zeros, scales, size)
+
+
+def sorted_by_group(weight: Int4Weight, group_index: torch.Tensor) -> Int4Weight:
+    """`weight`, unpacked as if inputs lay group by group, with the inputs that `group_index [K] int64` gives each.
+
+    Every group is whole but a short last one, so that the sorted inputs fall into the groups at hand.
+    """
+    order = group_index.sort(stable=True).indices
+    return replace(weight, codes=weight.codes[:, order].contiguous(), order=order)
 
 
 def unpack_words(words: torch.Tensor, nibble_order: tuple[int, ...]) -> torch.Tensor:

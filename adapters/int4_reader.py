@@ -1,0 +1,184 @@
+"""Reads 4-bit layers of one checkpoint in the dialect its config declares, judging shapes and values against it.
+
+Rules:
+- A declared version decides the layout and shapes are checked against it; square layers look alike in every layout, so
+  there the version alone rules.
+- Zeros declared and not stored are an error; stored ones count even if none are declared.
+- GPTQ files of symmetric layers hold zeros of 7 or of 8 all over, whatever their format is called: both mean the
+  midpoint. Others are read as the format says.
+- Indices of groups that are not 0, 0, ..., 1, 1, ... sort the inputs (activation order). A stored -1 means none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from deepseek_tgi.adapters.awq.format import (
+    AWQ_VERSIONS,
+    GPTQ_FORMATS,
+    NIBBLES_PER_WORD,
+    PACK_QUANTIZED,
+    SYMMETRIC_ZERO,
+    AwqFormat,
+)
+from deepseek_tgi.adapters.awq.unpack import sorted_by_group, stored_nibbles, unpack
+from deepseek_tgi.adapters.checkpoint import Checkpoint
+from deepseek_tgi.adapters.quant_schemes import Int4Scheme, QuantSettings
+from deepseek_tgi.adapters.weight_forms import Int4Weight
+from deepseek_tgi.errors import CheckpointError
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_LAYOUTS = {**AWQ_VERSIONS, **GPTQ_FORMATS, PACK_QUANTIZED.name: PACK_QUANTIZED}
+PACKED_SUFFIXES = tuple({f".{layout.weight}" for layout in _LAYOUTS.values()})
+"""Ends of the names of packed weights, of every dialect."""
+_INDEX_DTYPES = (torch.int32, torch.int64)
+Say = Callable[[str, str, str], None]
+"""`say(key, message, name)` logs `message % name`, once for each key."""
+
+
+class Int4Reader:
+    """The 4-bit layers of `checkpoint`, all in the dialect `layout`."""
+
+    def __init__(self, settings: QuantSettings, layout: AwqFormat, checkpoint: Checkpoint, say_once: Say) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._checkpoint = checkpoint
+        self._say_once = say_once
+
+    def stores(self, module: str) -> bool:
+        """True if `module` is packed in this dialect."""
+        return f"{module}.{self._layout.weight}" in self._checkpoint
+
+    def check(self, module: str) -> None:
+        """Check one packed layer by names and headers: one form only, zeros where declared, a sensible group size."""
+        layout, stored = self._layout, self._checkpoint
+        where = f"{stored.folder}: {module}"
+        if not self.stores(module):
+            raise CheckpointError(f"{where} is packed in another form than {self._settings.method} {layout.name}")
+        if f"{module}.weight" in stored:
+            raise CheckpointError(f"{where} is stored twice, dense (weight) and packed ({layout.weight}); expected one")
+        stored.require([f"{module}.{layout.scales}"])
+        scheme = self._scheme(module)
+        if scheme.zero_point:
+            stored.require([f"{module}.{layout.zeros}"])
+        if scheme.sorted_groups:
+            stored.require([f"{module}.{layout.group_index}"])
+        self._group_size(module, self._plain_input_side(module))
+
+    def read(self, module: str, shape: tuple[int, int]) -> Int4Weight:
+        """Read a layer of `shape (N, K)` without its bias. Raises `CheckpointError` naming what does not fit."""
+        layout, checkpoint, prefix = self._layout, self._checkpoint, f"{module}."
+        size = self._group_size(module, shape[1])
+        self._check_layout(module, shape)
+        self._check_weight_shape(module, shape)
+        index = self._read_group_index(module, shape[1], size)
+        weight = checkpoint.tensor(prefix + layout.weight, layout.weight_shape(*shape), (torch.int32,))
+        scales = checkpoint.tensor(prefix + layout.scales, layout.scales_shape(*shape, size), FLOAT_DTYPES)
+        if not torch.isfinite(scales).all():
+            raise CheckpointError(f"{checkpoint.folder}: tensor {prefix}{layout.scales} holds infinities or NaN")
+        zeros = self._read_zeros(module, shape, size)
+        packed = unpack(layout, weight, zeros, scales, shape, group_size=size)
+        return packed if index is None else sorted_by_group(packed, index)
+
+    def _scheme(self, module: str) -> Int4Scheme:
+        """What the config says of a layer that is packed: its own scheme, or the first one if it has none."""
+        own = self._settings.scheme(module)
+        if isinstance(own, Int4Scheme):
+            return own
+        return next(scheme for scheme in self._settings.schemes if isinstance(scheme, Int4Scheme))
+
+    def _plain_input_side(self, module: str) -> int | None:
+        """K by the headers alone, where they are sure of it: not for a packed (maybe padded) or contradictory side."""
+        layout = self._layout
+        stored = self._checkpoint.shape(f"{module}.{layout.weight}")
+        scales = self._checkpoint.shape(f"{module}.{layout.scales}")
+        plain = layout.input_major and not layout.short_last_group and len(stored) == len(scales) == 2
+        return stored[0] if plain and scales[1] == stored[1] * NIBBLES_PER_WORD else None
+
+    def _group_size(self, module: str, in_features: int | None) -> int:
+        """The real group size of a layer; without `in_features`, only signs are judged (and 0 returned)."""
+        declared = self._settings.group_sizes
+        if len(declared) > 1 and in_features is not None:
+            stored = self._stored_groups(module)
+            fits = [size for size in declared if size == -1 or size > 0]
+            fits = [size for size in fits if stored == (1 if size == -1 else -(-in_features // size))]
+            own = self._scheme(module).group_size
+            declared = (own,) if own in fits or not fits else tuple(fits)
+        for size in declared:
+            whole = in_features is None or self._layout.short_last_group or size <= 0 or in_features % size == 0
+            if size != -1 and (size <= 0 or not whole):
+                side = "" if in_features is None else f" of its input side, {in_features}"
+                raise CheckpointError(
+                    f"{self._settings.source}: {module}: group_size is {size}; expected -1 or a positive divisor{side}"
+                )
+        if in_features is None:
+            return 0
+        return in_features if declared[0] == -1 else declared[0]
+
+    def _stored_groups(self, module: str) -> int:
+        shape = self._checkpoint.shape(f"{module}.{self._layout.scales}")
+        return (shape[0] if self._layout.input_major else shape[-1]) if shape else 0
+
+    def _read_zeros(self, module: str, shape: tuple[int, int], size: int) -> torch.Tensor | None:
+        """The packed zeros, or None for the midpoint."""
+        layout, name = self._layout, f"{module}.{self._layout.zeros}"
+        if name not in self._checkpoint:
+            return None
+        zeros = self._checkpoint.tensor(name, layout.zeros_shape(*shape, size), (torch.int32,))
+        if self._scheme(module).zero_point:
+            return zeros
+        if layout.stores_midpoint:
+            stored = stored_nibbles(layout, zeros, (shape[0], -(-shape[1] // size)))
+            if any(bool((stored == value).all()) for value in (SYMMETRIC_ZERO - 1, SYMMETRIC_ZERO)):
+                return None
+        self._say_once("zeros", "%s is stored although the config declares none; it is used", name)
+        return zeros
+
+    def _read_group_index(self, module: str, in_features: int, size: int) -> torch.Tensor | None:
+        """The group of each input, or None where they lie group by group."""
+        name = f"{module}.{self._layout.group_index}"
+        if not self._layout.group_index or name not in self._checkpoint:
+            return None
+        index = self._checkpoint.tensor(name, (in_features,), _INDEX_DTYPES).to(torch.int64)
+        natural = torch.arange(in_features) // size
+        if torch.equal(index, natural) or bool((index == -1).all()):
+            return None
+        groups = -(-in_features // size)
+        where = f"{self._checkpoint.folder}: tensor {name}"
+        if int(index.min()) < 0 or int(index.max()) >= groups:
+            low, high = int(index.min()), int(index.max())
+            raise CheckpointError(f"{where} holds {low} to {high}; expected groups from 0 to {groups - 1}")
+        counts = torch.bincount(index, minlength=groups)
+        wanted = torch.bincount(natural, minlength=groups)
+        if not torch.equal(counts, wanted):
+            group = int((counts != wanted).nonzero()[0])
+            raise CheckpointError(
+                f"{where} gives group {group} {int(counts[group])} inputs; expected {int(wanted[group])}"
+            )
+        if not self._scheme(module).sorted_groups:
+            self._say_once("order", "%s sorts the inputs although the config declares no such order; it is used", name)
+        return index
+
+    def _check_layout(self, module: str, shape: tuple[int, int]) -> None:
+        """The declared version against the stored shape, naming the version that would fit."""
+        layout, name = self._layout, f"{module}.{self._layout.weight}"
+        stored, expected = self._checkpoint.shape(name), layout.weight_shape(*shape)
+        if stored == expected:
+            return
+        others = (other for other in _LAYOUTS.values() if other.weight == layout.weight and other is not layout)
+        fits = [other.name for other in others if stored == other.weight_shape(*shape)]
+        hint = f", which is the shape of version {fits[0]}" if fits else ""
+        raise CheckpointError(
+            f"{self._checkpoint.folder}: tensor {name} has shape {list(stored)}{hint}; "
+            f"expected {list(expected)} for {layout.name} of out {shape[0]}, in {shape[1]}"
+        )
+
+    def _check_weight_shape(self, module: str, shape: tuple[int, int]) -> None:
+        name = f"{module}.weight_shape"
+        if self._layout is not PACK_QUANTIZED or name not in self._checkpoint:
+            return
+        stored = self._checkpoint.tensor(name, (2,), _INDEX_DTYPES).tolist()
+        if stored != list(shape):
+            raise CheckpointError(f"{self._checkpoint.folder}: tensor {name} says {stored}; expected {list(shape)}")
