@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepseek_tgi.config import LauncherConfig, ShardConfig, read
+from deepseek_tgi.config import KV_DTYPES, LauncherConfig, ShardConfig, read
 from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.options import Program, Resolved
 
@@ -189,3 +189,9 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 0
     shown = capsys.readouterr().out
     assert [flag for flag in TGI_FLAGS if flag not in shown] == []
+
+
+def test_every_format_of_the_cache_can_be_asked_for() -> None:
+    from deepseek_tgi.kv.layout import KVMode
+
+    assert {mode.value for mode in KVMode} < set(KV_DTYPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -10,9 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from oracles.published import PARAMETERS, V2_LITE
 
+from deepseek_tgi.adapters.cache_layout import cache_layout, cache_modes
+from deepseek_tgi.adapters.model_config import FAMILIES, LatentAttention, ModelConfig, read_model_config
+from deepseek_tgi.adapters.tgi_needs import cache_bytes_per_token
 from deepseek_tgi.config import OWN_ENVIRONMENT, LauncherConfig
-from deepseek_tgi.kv.layout import KVLayout, KVMode
+from deepseek_tgi.kv.layout import KVMode
+from deepseek_tgi.launcher.plan import make_plan
+from deepseek_tgi.launcher.plan_text import plan_lines
 from deepseek_tgi.options import flag_of, options_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,14 +50,55 @@ def test_second_command_installs_prepares_and_tests() -> None:
 
 
 @pytest.mark.parametrize("row", table("kv table"), ids=lambda row: row[0])
-def test_kv_bytes_are_the_layouts(row: list[str]) -> None:
-    layers, heads, width = (int(part) for part in row[1].split(" x "))
+def test_kv_bytes_are_the_layouts(row: list[str], tmp_path: Path) -> None:
+    config = published(PARAMETERS[row[0]][0], tmp_path)
 
-    def size(mode: KVMode) -> int:
-        return KVLayout(layers, heads, width, width, mode).bytes_per_token
+    def size(mode: KVMode) -> str:
+        return str(cache_layout(config, mode, 16).bytes_per_token) if mode in cache_modes(config) else "-"
 
-    assert [int(cell) for cell in row[2:]] == [size(KVMode.FLOAT32), size(KVMode.BFLOAT16), size(KVMode.INT8)]
+    modes = (KVMode.FLOAT32, KVMode.BFLOAT16, KVMode.FP8, KVMode.INT8, KVMode.INT4)
+    assert row[2:] == [*map(size, modes), str(cache_bytes_per_token(config))]
     assert size(KVMode.FLOAT16) == size(KVMode.BFLOAT16)
+    spec, layers = config.attention, config.num_hidden_layers
+    if isinstance(spec, LatentAttention):
+        assert row[1] == f"{layers} x latent of {spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
+    else:
+        assert row[1] == f"{layers} x {spec.num_key_value_heads} heads of {spec.head_dim}"
+
+
+def published(fields: dict[str, object], folder: Path) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return read_model_config(folder)
+
+
+def test_every_family_is_in_the_table_of_what_is_supported() -> None:
+    shown = README.partition("## What is supported")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", shown, re.MULTILINE)) - {"model_type"} == set(FAMILIES)
+
+
+def test_the_plan_that_is_shown_is_what_info_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+    folder = tmp_path / "DeepSeek-V2-Lite-AWQ"
+    folder.mkdir()
+    published(V2_LITE | {"quantization_config": quantised}, folder)
+    monkeypatch.chdir(tmp_path)
+    config = LauncherConfig(model_id=folder.name, num_shard=2, kernels="native", dtype="bfloat16")
+    printed = list(plan_lines(make_plan(config, Memory())))
+    shown = [line for line in code_block("plan").splitlines() if line != "…"]
+    assert [line for line in shown if line not in printed] == []
+
+
+class Memory:
+    """The machine that README shows."""
+
+    def available_bytes(self) -> int:
+        return 23_422_283_776
+
+    def resident_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
 
 
 def test_options_table_names_every_environment_name_of_ours() -> None:
