@@ -18,7 +18,8 @@ from deepseek_tgi.errors import CheckpointError, UnsupportedModelError
 
 CODE_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 """Dtypes of 8-bit float weights; only the first is read."""
-_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
+"""Bytes are exponents too, from before safetensors had a name for E8M0."""
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 _ACTIVATION_SCALES = ("input_scale", "activation_scale", "output_scale", "k_scale", "v_scale")
 _NAN_MAGNITUDE = 0x7F
@@ -56,7 +57,8 @@ class Fp8Reader:
         if bool(((codes.view(torch.uint8) & _NAN_MAGNITUDE) == _NAN_MAGNITUDE).any()):
             raise CheckpointError(f"{checkpoint.folder}: tensor {name} holds NaN")
         scale = self._check_scales(module, shape)
-        stored = checkpoint.tensor(scale).to(torch.float32)
+        stored = checkpoint.tensor(scale)
+        stored = (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).to(torch.float32)
         if not torch.isfinite(stored).all():
             raise CheckpointError(f"{checkpoint.folder}: tensor {scale} holds infinities or NaN")
         extra = [f"{module}.{suffix}" for suffix in _ACTIVATION_SCALES if f"{module}.{suffix}" in checkpoint]

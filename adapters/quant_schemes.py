@@ -88,7 +88,7 @@ class NameList:
     `opaque` says that some entry is not evaluated: a class of layers, or a pattern that might run for ever.
     """
 
-    parts: tuple[str, ...] = ()
+    parts: frozenset[str] = frozenset()
     patterns: tuple[re.Pattern[str], ...] = ()
     opaque: bool = False
 
@@ -99,7 +99,7 @@ class NameList:
         wanted = [entry[len("re:") :] for entry in entries if entry.startswith("re:")]
         patterns = [_compiled(text) for text in wanted]
         return cls(
-            parts=tuple(entry for entry in entries if not entry.startswith("re:")),
+            parts=frozenset(entry.strip(".") for entry in entries if not entry.startswith("re:")),
             patterns=tuple(pattern for pattern in patterns if pattern is not None),
             opaque=None in patterns,
         )
@@ -109,9 +109,12 @@ class NameList:
 
         `mlp.gate` covers `model.layers.0.mlp.gate` and not `model.layers.0.mlp.gate_proj`.
         """
-        if any(f".{part.strip('.')}." in f".{module}." for part in self.parts):
-            return True
-        return len(module) <= _MAX_NAME and any(pattern.match(module) for pattern in self.patterns)
+        if len(module) > _MAX_NAME:
+            return False
+        # Every run of neighbouring names is looked up: lists have hundreds of entries, models many thousand modules.
+        names = module.split(".") if self.parts else []
+        runs = (".".join(names[i:j]) for i in range(len(names)) for j in range(i + 1, len(names) + 1))
+        return any(run in self.parts for run in runs) or any(pattern.match(module) for pattern in self.patterns)
 
 
 EVERYTHING = NameList(patterns=(re.compile(""),))

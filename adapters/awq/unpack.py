@@ -79,7 +79,7 @@ def sorted_by_group(weight: Int4Weight, group_index: torch.Tensor) -> Int4Weight
 def unpack_words(words: torch.Tensor, nibble_order: tuple[int, ...]) -> torch.Tensor:
     """Spread `[R, W] int32` into `[R, 8 W] uint8`, undoing the nibble order."""
     rows = words.shape[0]
-    octets = words.contiguous().view(torch.uint8).view(rows, -1, NIBBLES_PER_WORD // 2)
+    octets = words.contiguous().view(-1).view(torch.uint8).view(rows, -1, NIBBLES_PER_WORD // 2)
     spread = torch.empty((rows, octets.shape[1], NIBBLES_PER_WORD), dtype=torch.uint8)
     for place in range(NIBBLES_PER_WORD // 2):
         # Little-endian words: octet `place` holds nibbles 2*place (low half) and 2*place + 1 (high half).
