@@ -16,6 +16,7 @@ import torch
 from deepseek_tgi.adapters.abi_checkpoint import HEAD_RELATIONS
 from deepseek_tgi.adapters.abi_steps import Bench, CaseError, Piece, relative_error
 from deepseek_tgi.adapters.base import ModelInfo
+from deepseek_tgi.kv.layout import LatentLayout
 from deepseek_tgi.kv.pool import KVPool
 
 Case = Callable[[Bench], str]
@@ -159,8 +160,9 @@ def repeatable(bench: Bench) -> str:
 
 
 def _contexts(pool: KVPool, slots: torch.Tensor) -> torch.Tensor:
-    stored = [torch.cat(pool.read(layer, slots), dim=-1) for layer in range(pool.layout.num_layers)]
-    return torch.stack(stored)
+    """What every layer holds at `slots`, as numbers: keys with values, or latents with rotary keys."""
+    read = pool.read_latents if isinstance(pool.layout, LatentLayout) else pool.read
+    return torch.stack([torch.cat(read(layer, slots), dim=-1) for layer in range(pool.layout.num_layers)])
 
 
 def layout_matches_pool(bench: Bench) -> str:

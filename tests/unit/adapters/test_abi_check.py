@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from builders import tiny_checkpoint
 from safetensors.torch import load_file
 from toy_backend import ToyBackend
 
 from deepseek_tgi.adapters.abi_check import CASES, LOAD_MIXES, CheckResult, Status, format_table, run_checks
 from deepseek_tgi.adapters.abi_checkpoint import write_tiny_checkpoint
 from deepseek_tgi.adapters.base import LoadOptions, ModelInfo
+from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kv.layout import KVLayout
 from deepseek_tgi.kv.pool import KVPool
@@ -345,7 +347,13 @@ def test_checkpoint_is_built_where_numpy_is_not_installed(tmp_path: Path) -> Non
 
 
 def test_deepseek_quant_keeps_every_rule() -> None:
-    from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
-
     results = run_checks(QuantizedModelAdapter)
     assert {r.case: r.detail for r in results if r.status is not Status.PASSED} == {}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_deepseek_quant_keeps_every_rule_over_latents_too(tmp_path: Path, family: str) -> None:
+    tiny_checkpoint(tmp_path, family, "awq-gemm")
+    results = run_checks(QuantizedModelAdapter, str(tmp_path))
+    assert not [r for r in results if not r.passed], format_table(results)
+    assert len(results) == 2 + len(CASES) + len(LOAD_MIXES)
