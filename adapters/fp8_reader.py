@@ -50,6 +50,12 @@ class Fp8Reader:
             raise CheckpointError(f"{where} has shape {list(shape)}; expected two sides")
         self._check_scales(module, (shape[0], shape[1]))
 
+    def judge(self, module: str, shape: tuple[int, int]) -> Fp8Scheme:
+        """How a layer of `shape` is stored, by its headers; refuses by them what `read` would."""
+        self._checkpoint.check(f"{module}.weight", shape, (torch.float8_e4m3fn,))
+        self._check_scales(module, shape)
+        return self._scheme
+
     def read(self, module: str, shape: tuple[int, int]) -> Fp8Weight:
         """Read a layer of `shape (N, K)` without its bias; codes are a view of the mapped file."""
         checkpoint, name = self._checkpoint, f"{module}.weight"

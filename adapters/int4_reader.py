@@ -12,6 +12,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -66,6 +67,18 @@ class Int4Reader:
         if scheme.sorted_groups:
             stored.require([f"{module}.{layout.group_index}"])
         self._group_size(module, self._plain_input_side(module))
+
+    def judge(self, module: str, shape: tuple[int, int]) -> Int4Scheme:
+        """How a packed layer of `shape` is stored, by its headers; refuses by them what `read` would."""
+        size = self._group_size(module, shape[1])
+        self._check_layout(module, shape)
+        names = {f"{module}.{self._layout.scales}": FLOAT_DTYPES, f"{module}.{self._layout.zeros}": (torch.int32,)}
+        shapes = (self._layout.scales_shape(*shape, size), self._layout.zeros_shape(*shape, size))
+        for (name, dtypes), expected in zip(names.items(), shapes, strict=True):
+            if name in self._checkpoint:
+                self._checkpoint.check(name, expected, dtypes)
+        own = self._scheme(module)
+        return replace(own, group_size=own.group_size if own.group_size == -1 else size)
 
     def read(self, module: str, shape: tuple[int, int]) -> Int4Weight:
         """Read a layer of `shape (N, K)` without its bias. Raises `CheckpointError` naming what does not fit."""

@@ -18,6 +18,10 @@ from deepseek_tgi.kernels.held_bytes import ITEM_BYTES, HeldBytes
 
 FormOf = Callable[[ModuleSpec], StoredForm]
 _UP_PROJECTION = ".kv_b_proj"
+_DOWN = ".down_proj"
+"""Its inputs are made in whatever order it stores them, so that nothing is sorted at run time."""
+ORDER_BYTES = 8
+"""Bytes for each input of a layer that sorts its inputs itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,20 +144,32 @@ class _Holder:
     def bytes_of(self, module: ModuleSpec, form: StoredForm, outputs: range, inputs: range) -> int:
         """Bytes of a rank's part of one module once packed; biases, norms and vectors are kept in float32."""
         n, k = len(outputs), len(inputs)
-        bias = 4 * n if module.bias else 0
         if module.kind in (Kind.NORM, Kind.VECTOR):
             return 4 * n
         if module.kind is Kind.EMBEDDING and not self.tied:
             return n * k * ITEM_BYTES[form.dtype]
+        bias = 4 * n if module.bias else 0
         if module.name.endswith(_UP_PROJECTION):
             return self.sizes.up_projection(n, k) + bias
+        return self._linear(module, form, n, inputs) + bias
+
+    def _linear(self, module: ModuleSpec, form: StoredForm, n: int, inputs: range) -> int:
+        k = len(inputs)
         if form.bits == 4:
+            if form.ordered and (k < module.in_features or _reads_in_order(module)):
+                return self.sizes.dense(n, k, "float32")  # groups fall apart, so the layer is unpacked
             # A cut off the group grid leaves equal smaller groups that carry the same scale.
             size = math.gcd(form.group_size, inputs.start, inputs.stop)
-            return self.sizes.int4(n, k, size, ITEM_BYTES[form.dtype]) + bias
+            order = ORDER_BYTES * k if form.ordered and not module.name.endswith(_DOWN) else 0
+            return self.sizes.int4(n, k, size, ITEM_BYTES[form.dtype]) + order
         if form.bits == 8:
-            return self.sizes.fp8(n, k, math.gcd(form.group_size, inputs.start)) + bias
-        return self.sizes.dense(n, k, form.dtype, form.on_grid) + bias
+            return self.sizes.fp8(n, k, math.gcd(form.group_size, inputs.start))
+        return self.sizes.dense(n, k, form.dtype, form.on_grid)
+
+
+def _reads_in_order(module: ModuleSpec) -> bool:
+    """True for what takes its inputs in file order only: the first products of routed experts."""
+    return ".experts." in module.name and not module.name.endswith(_DOWN)
 
 
 def _numbered(name: str, numbers: Sequence[set[int]]) -> str:

@@ -23,7 +23,7 @@ from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.fp8_reader import CODE_DTYPES, Fp8Reader
 from deepseek_tgi.adapters.int4_reader import FLOAT_DTYPES, PACKED_SUFFIXES, Int4Reader
 from deepseek_tgi.adapters.model_config import ModelConfig
-from deepseek_tgi.adapters.quant_settings import QuantSettings
+from deepseek_tgi.adapters.quant_schemes import QuantSettings, Scheme
 from deepseek_tgi.adapters.weight_forms import DenseWeight, Weight
 from deepseek_tgi.errors import CheckpointError
 
@@ -129,6 +129,17 @@ class QuantPlan:
         if self.settings.schemes and not expected:
             self._say_once("dense", "%s is stored dense though not listed as such; it is read dense", module)
         return DenseWeight(weight, bias_tensor)
+
+    def judge(self, module: str, shape: tuple[int, int]) -> Scheme | None:
+        """How the linear layer `module` is stored, by its headers alone; None: not quantised.
+
+        Raises: `CheckpointError` for tensors that are missing or of another shape, as reading them would.
+        """
+        for reader in (self._int4, self._fp8):
+            if reader is not None and reader.stores(module):
+                return reader.judge(module, shape)
+        self.checkpoint.check(f"{module}.weight", shape, FLOAT_DTYPES)
+        return None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A float tensor (norm, embedding, bias) as a view of the mapped file."""

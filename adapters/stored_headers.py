@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import torch
 
-from deepseek_tgi.adapters.awq.format import AwqFormat
 from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.model_config import ModelConfig
 from deepseek_tgi.adapters.module_table import EMBEDDING, HEAD, Kind, ModuleSpec
@@ -25,12 +24,10 @@ from deepseek_tgi.adapters.stored_tensors import (
     DeclaredForms,
     StoredForm,
     StoredTensor,
-    packed_form,
-    real_group_sizes,
+    dense_form,
+    quantised_form,
 )
-from deepseek_tgi.errors import CheckpointError
 from deepseek_tgi.kernels.dense_linear.native import on_grid
-from deepseek_tgi.kernels.held_bytes import ITEM_BYTES
 from deepseek_tgi.kernels.quant_layout import GRID, GRID_MIN_WEIGHTS
 
 _ROWS_TRIED = 16
@@ -50,7 +47,7 @@ class StoredForms:
         self._differing: Counter[tuple[str, str]] = Counter()
         self._example: dict[tuple[str, str], str] = {}
         with _collecting(self._remarks):
-            resolve(config, checkpoint)
+            self._plan = resolve(config, checkpoint)
         self._tensors: defaultdict[str, list[str]] = defaultdict(list)
         for name in checkpoint.names():
             module, _, suffix = name.rpartition(".")
@@ -78,17 +75,21 @@ class StoredForms:
 
     def _stored(self, module: ModuleSpec) -> StoredForm:
         if module.kind is Kind.VECTOR:
-            tensor = self._check("", module.name, (module.out_features,))
-            return StoredForm(tensor.dtype, ITEM_BYTES[tensor.dtype] * 8, 0, tensor.dtype, (tensor,))
+            self._checkpoint.check(module.name, (module.out_features,), FLOAT_DTYPES)
+            return dense_form((self._tensor("", module.name),))
         name = self._home(module)
-        shape = (module.out_features, module.in_features) if module.in_features else (module.out_features,)
-        bias = (self._check("bias", f"{name}.bias", (module.out_features,)),) if module.bias else ()
-        layout = self._config.quantization.layout
-        if layout is not None and layout.weight in self._tensors[name]:
-            return self._packed(name, module, layout, bias)
-        weight = self._check("weight", f"{name}.weight", shape)
-        bits, grid = ITEM_BYTES[weight.dtype] * 8, self._on_grid(name, shape)
-        return StoredForm(weight.dtype, bits, 0, weight.dtype, (weight, *bias), grid)
+        if module.bias:
+            self._checkpoint.check(f"{name}.bias", (module.out_features,), FLOAT_DTYPES)
+        shape = (module.out_features, module.in_features)
+        scheme = self._plan.judge(name, shape) if module.kind in (Kind.LINEAR, Kind.HEAD) else None
+        if scheme is not None:
+            tensors = tuple(self._tensor(suffix, f"{name}.{suffix}") for suffix in self._tensors[name])
+            return quantised_form(self._config.quantization.method, scheme, module.in_features, tensors)
+        expected = shape if module.in_features else (module.out_features,)
+        self._checkpoint.check(f"{name}.weight", expected, FLOAT_DTYPES)
+        suffixes = ("weight", "bias") if module.bias else ("weight",)
+        form = dense_form(tuple(self._tensor(suffix, f"{name}.{suffix}") for suffix in suffixes))
+        return replace(form, on_grid=self._on_grid(name, expected))
 
     def _on_grid(self, name: str, shape: tuple[int, ...]) -> bool:
         """True if the module's first rows lie on an int8 grid; of modules alike in other layers the first is asked."""
@@ -106,36 +107,6 @@ class StoredForms:
         if module.name == EMBEDDING and self._config.tie_word_embeddings and EMBEDDING not in self._tensors:
             return HEAD
         return module.name
-
-    def _packed(self, name: str, module: ModuleSpec, layout: AwqFormat, bias: tuple[StoredTensor, ...]) -> StoredForm:
-        form = packed_form(self._config.quantization, module, self._group_size(name, module, layout), bias)
-        tensors = []
-        for tensor in form.tensors[: len(form.tensors) - len(bias)]:
-            dtypes = (torch.int32,) if tensor.dtype == "int32" else FLOAT_DTYPES
-            tensors.append(self._check(tensor.suffix, f"{name}.{tensor.suffix}", tensor.shape, dtypes))
-        seen = {tensor.suffix for tensor in (*tensors, *bias)}
-        tensors += [self._tensor(suffix, f"{name}.{suffix}") for suffix in self._tensors[name] if suffix not in seen]
-        scales = next(tensor for tensor in tensors if tensor.suffix == layout.scales)
-        return replace(form, dtype=scales.dtype, tensors=(*tensors, *bias))
-
-    def _group_size(self, name: str, module: ModuleSpec, layout: AwqFormat) -> int:
-        """The declared size that the stored scales have; of one that does not divide, loading's own refusal."""
-        sizes = real_group_sizes(self._config.quantization, module)
-        if not sizes:
-            raise CheckpointError(
-                f"{self._config.quantization.source}: {module.name}: group_size is "
-                f"{self._config.quantization.group_sizes[0]}; expected -1 or a positive divisor of its input side, "
-                f"{module.in_features}"
-            )
-        stored = self._checkpoint.shape(f"{name}.{layout.scales}")
-        shape = (module.out_features, module.in_features)
-        return next((size for size in sizes if layout.scales_shape(*shape, size) == stored), sizes[0])
-
-    def _check(
-        self, suffix: str, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
-    ) -> StoredTensor:
-        self._checkpoint.check(name, shape, dtypes)
-        return self._tensor(suffix, name)
 
     def _tensor(self, suffix: str, name: str) -> StoredTensor:
         self._asked.add(name)

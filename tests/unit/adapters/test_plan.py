@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,36 @@ def test_a_group_size_without_sense_is_refused(size: int, tmp_path: Path) -> Non
         declared(config)
 
 
+def test_v3_as_deepseek_publishes_it(tmp_path: Path) -> None:
+    quantised = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    plan = declared(config_of(tmp_path, V3, quantization_config=quantised), 8)
+    experts = line(plan, "experts.0-255.up_proj")
+    assert (experts.form, experts.parts) == ("fp8 128x128", (256,) * 8)
+    assert experts.stored_bytes == 58 * 256 * (2048 * 7168 + 16 * 56 * 4)
+    assert line(plan, "mlp.gate").form == line(plan, "lm_head").form == line(plan, "embed_tokens").form == "bfloat16"
+
+
+def test_gptq_keeps_zeros_and_where_groups_are_sorted_their_index(tmp_path: Path) -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True}
+    plan = declared(config_of(tmp_path, R1_DISTILL_LLAMA_8B, quantization_config=gptq))
+    down = line(plan, "down_proj")
+    assert down.form == "gptq int4 g128"
+    # Words of codes, float16 scales, 4-bit zeros, and a 32-bit group number for each input.
+    assert down.stored_bytes == 32 * (14336 * 4096 // 2 + 112 * 4096 * 2 + 112 * 4096 // 2 + 14336 * 4)
+
+
+def test_a_long_list_of_exceptions_costs_little(tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.mlp.experts.{e}.down_proj" for i in range(3, 61) for e in range(256)]
+    config = config_of(tmp_path, V3, quantization_config=AWQ | {"modules_to_not_convert": names})
+    started = time.process_time()
+    assert line(declared(config), "experts.0-255.down_proj").form == "bfloat16"
+    assert time.process_time() - started < 10, "each module against each of 14,848 names took minutes"
+
+
 def test_one_group_for_the_whole_input_side(tmp_path: Path) -> None:
     config = config_of(tmp_path, R1_DISTILL_LLAMA_8B, quantization_config=AWQ | {"group_size": -1})
     down = line(declared(config), "down_proj")
-    assert down.form == "awq int4 a scale a row"
+    assert down.form == "awq int4 row"
     assert down.stored_bytes == 32 * 4096 * (14336 // 2 + 2) + 32 * 4096 // 2
 
 
@@ -146,6 +173,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3-awq": {"family": "qwen3", "quant": "awq-gemm", "not_converted": ["mlp.down_proj"]},
     "deepseek_v2": {"family": "deepseek_v2", "dtype": torch.float32},
     "deepseek_v3": {"family": "deepseek_v3", "quant": "awq-gemm", "config": {"attention_bias": True}},
+    "v3-fp8": {"family": "deepseek_v3", "quant": "fp8", "dtype": torch.bfloat16},
+    "v2-gptq": {"family": "deepseek_v2", "quant": "gptq", "ordered": True},
+    "llama-ct-fp8": {"family": "llama", "quant": "ct-fp8", "block": (64, 64)},
 }
 
 
