@@ -16,7 +16,7 @@ ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "Deepsee
 YARN: Config = {
     "type": "yarn",
     "factor": 40,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 32,
     "beta_fast": 32,
     "beta_slow": 1,
     "mscale": 0.707,

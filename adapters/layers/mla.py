@@ -114,7 +114,8 @@ class Mla(Part):
 
     def bind(self, scratch: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Buffers `normed [T, H]`, `down [T, W]` and its part `low [T, Rq]` with room for its norm, `q` as rows and as
-        heads, `latent [T, R]` and `rope [T, 1, Dr]`, both views of `down`, and the `context` as heads and as rows.
+        heads, `latent [T, R]` and `rope [T, Dr]` (again as one head), views of `down`, and the `context` as heads and
+        as rows.
         """
         spec, rank = self._spec, self._spec.q_lora_rank or 0
         _, down, queries, context = cut(scratch, num_tokens, self._widths)
@@ -122,24 +123,24 @@ class Mla(Part):
         normed, low_normed = (scratch[: num_tokens * n].view(num_tokens, n) for n in (self._weights.norm.size, rank))
         low = down[:, :rank]
         latent = down[:, -(spec.kv_lora_rank + spec.qk_rope_head_dim) : -spec.qk_rope_head_dim]
-        rope = down[:, -spec.qk_rope_head_dim :].unsqueeze(1)
+        rope = down[:, -spec.qk_rope_head_dim :]
         rows = queries if spec.q_lora_rank else down[:, : self._heads * spec.qk_head_dim]
         q = rows.view(num_tokens, self._heads, spec.qk_head_dim)
         heads = context.view(num_tokens, self._heads, spec.v_head_dim)
-        return normed, down, low, low_normed, rows, q, latent, rope, heads, context
+        return normed, down, low, low_normed, rows, q, latent, rope, rope.unsqueeze(1), heads, context
 
     def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
         """See `Part`."""
-        normed, down, low, low_normed, rows, q, latent, rope, context, context_rows = buffers
+        normed, down, low, low_normed, rows, q, latent, rope, rope_head, context, context_rows = buffers
         w = self._weights
         w.down.after_norm(hidden, w.norm, normed, down)
         if w.query is not None:
             assert w.query_norm is not None, "both or neither"
             w.query.after_norm(low, w.query_norm, low_normed, rows)
         w.latent_norm(latent, latent)
-        self._rope(q, rope, step.inputs.positions, step.cos_sin)
+        self._rope(q, rope_head, step.inputs.positions, step.cos_sin)
         pages = step.latent_pages(self._layer)
-        self._write(pages, latent, rope.squeeze(1), step.inputs.slots)
+        self._write(pages, latent, rope, step.inputs.slots)
         self._attend(q, pages, w.up, step.inputs, scale=self._scale, out=context)
         w.output(context_rows, hidden, hidden)
 

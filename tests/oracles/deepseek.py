@@ -46,10 +46,9 @@ def logits(config: Mapping[str, Any], weights: Mapping[str, Any], ids: Sequence[
 def rope_scaling(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The scaling in either spelling, None for plain rope."""
     found = config.get("rope_scaling") or config.get("rope_parameters")
-    if not found or (found.get("type") or found.get("rope_type")) == "default":
-        return None
-    assert (found.get("type") or found.get("rope_type")) == "yarn"
-    return dict(found)
+    kind = found and (found.get("rope_type") or found.get("type"))
+    assert kind in (None, "default", "linear", "yarn")
+    return None if kind in (None, "default") else dict(found, kind=kind)
 
 
 def mscale(factor: float, weight: float) -> float:
@@ -64,7 +63,10 @@ def frequencies(config: Mapping[str, Any]) -> tuple[Array, float]:
     plain = theta ** -(np.arange(0, dim, 2) / dim)
     if scaling is None:
         return plain, 1.0
-    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    factor = scaling["factor"]
+    if scaling["kind"] == "linear":
+        return plain / factor, 1.0
+    original = scaling["original_max_position_embeddings"]
 
     def pair(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -104,6 +104,7 @@ V3 = COMMON | {
     "topk_method": "noaux_tc",
     "vocab_size": 129280,
 }
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 ONES = {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
 MODELS = {
     "V2-Lite": LITE,
@@ -111,9 +112,9 @@ MODELS = {
     "V2": V2,
     "V2.5": V2 | ONES,
     "Coder-V2": V2 | ONES,
-    "V3": V3,
-    "R1": V3,
-    "V3.1": V3,
+    "V3": V3 | {"quantization_config": FP8},
+    "R1": V3 | {"quantization_config": FP8},
+    "V3.1": V3 | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}},
 }
 """Sizes from the `config.json` of each model in DeepSeek's own repositories."""
 BYTES = {"deepseek_v2": {27: 31_104, 60: 69_120}, "deepseek_v3": {61: 70_272}}

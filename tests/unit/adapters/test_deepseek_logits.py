@@ -50,6 +50,12 @@ AGREED: dict[str, tuple[str, dict[str, Any]]] = {
     "v3-halves": (V3, {"rope_interleave": False}),
     "v3-pairs": (V3, {"rope_interleave": True}),
     "v3-yarn": (V3, {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "v3-yarn-newer-spelling": (
+        V3,
+        {"rope_theta": None, "rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 5000.0}},
+    ),
+    "v3-linear": (V3, {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "v3-linear-sharper": (V3, {"rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}}),
 }
 """Where `transformers` computes what the published files do: both are the measure."""
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,8 +82,8 @@ def load(checkpoint: TinyCheckpoint, **options: Any) -> QuantizedModelAdapter:
 
 def truth(checkpoint: TinyCheckpoint, text: list[int]) -> torch.Tensor:
     """The published arithmetic's logits `[n, V]` of a text computed whole and alone."""
-    absent = {k: v for k, v in (checkpoint.config.get("rope_scaling") or {}).items() if v is not None}
-    config = checkpoint.config | {"rope_scaling": absent or None}
+    given = {k: v for k, v in (checkpoint.config.get("rope_scaling") or {}).items() if v is not None}
+    config = checkpoint.config | {"rope_scaling": given or None}
     return torch.from_numpy(deepseek.logits(config, checkpoint.dense, text)).float()
 
 
