@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -72,6 +73,9 @@ class Ranks(Protocol):
 
     def first_says(self, number: int) -> int:
         """The `number` of rank 0."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Around work that all ranks do: an error of this one is made fatal, and told to the others."""
 
 
 class ModelAdapter(ABC):

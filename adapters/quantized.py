@@ -16,8 +16,9 @@ from deepseek_tgi.adapters.hub import resolve_folder
 from deepseek_tgi.adapters.loading import load_decoder
 from deepseek_tgi.adapters.model_config import ModelConfig, read_model_config
 from deepseek_tgi.adapters.models.decoder import Decoder
-from deepseek_tgi.adapters.parallel import Meeting, RankGroup, join
+from deepseek_tgi.adapters.parallel import RankGroup
 from deepseek_tgi.adapters.quantization import resolve
+from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.adapters.sharding import Share, plan_shards
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.core import ForwardInputs

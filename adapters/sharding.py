@@ -14,7 +14,7 @@ from math import lcm
 
 from deepseek_tgi.adapters.model_config import GroupedQueryAttention, ModelConfig
 from deepseek_tgi.adapters.module_table import Axis, Kind, ModuleSpec, Side, module_table
-from deepseek_tgi.adapters.quant_settings import QuantSettings
+from deepseek_tgi.adapters.quant_schemes import Fp8Scheme, QuantSettings
 from deepseek_tgi.errors import ConfigError
 
 ALIGNMENT = 16
@@ -127,13 +127,15 @@ def working_counts(config: ModelConfig) -> list[int]:
 def quant_grid(settings: QuantSettings, module: ModuleSpec) -> tuple[int, int]:
     """Multiples at which the outputs and the inputs of `module` may be cut, by how the config says it is stored.
 
-    A group that spans the whole input side leaves its cuts free: each rank keeps the whole row of scales. Sizes that
-    make no sense are refused elsewhere, with the tensors.
+    A group that spans the whole input side leaves its cuts free: each rank keeps the whole row of scales. Outputs have
+    scales of their own in every form. Sizes that make no sense are refused elsewhere, with the tensors.
     """
-    if settings.layout is None or module.kind is not Kind.LINEAR or settings.excludes(module.name):
+    scheme = settings.scheme(module.name) if module.kind is Kind.LINEAR else None
+    if isinstance(scheme, Fp8Scheme):
+        return 1, 1 if scheme.block is None else scheme.block[1]
+    if scheme is None or not 0 < scheme.group_size < module.in_features:
         return 1, 1
-    groups = [size for size in settings.group_sizes if 0 < size < module.in_features]
-    return 1, lcm(*(size for size in groups if module.in_features % size == 0))
+    return 1, scheme.group_size
 
 
 def _needs(config: ModelConfig) -> dict[Axis, Need]:

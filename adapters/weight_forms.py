@@ -74,11 +74,13 @@ class Int4Weight:
     def columns(self, start: int, stop: int) -> Int4Weight | DenseWeight:
         """Inputs `start:stop`, without the bias (it is added once, after the ranks' sums).
 
-        Off the group grid, groups are cut into equal smaller ones that carry the same scale. With an input order the
-        groups fall apart, so the part is dequantised.
+        One group over all inputs stays one. Off the grid of several, groups are cut into equal smaller ones that carry
+        the same scale. With an input order the groups fall apart, so the part is dequantised.
         """
         if self.order is not None:
             return DenseWeight(self.dequantise()[:, start:stop])
+        if self.group_size == self.in_features:
+            return Int4Weight(self.codes[:, start:stop], self.zeros, self.scales, stop - start)
         size = math.gcd(self.group_size, start, stop)
         finer = self.regrouped(size)
         groups = slice(start // size, stop // size)

@@ -231,6 +231,8 @@ class ShardConfig:
 
     rank: int = _env(integer(0, 1023), "rank", "RANK", default=0)
     world_size: int = _env(integer(1, 1024), "number of ranks", "WORLD_SIZE", default=1)
+    master_addr: str = _env(text, "where ranks meet", "MASTER_ADDR", default="localhost")
+    master_port: int = _env(integer(1, 65535), "port at which ranks meet", "MASTER_PORT", default=29500)
     weights_cache_override: str | None = _env(
         text, "folder to load the model from, whatever its id", "WEIGHTS_CACHE_OVERRIDE"
     )

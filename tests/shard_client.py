@@ -62,14 +62,15 @@ class ShardProcess:
 
     process: subprocess.Popen[bytes]
     uds_path: Path
+    rank: int = 0
     stdout: list[bytes] = field(default_factory=list)
     stderr: list[bytes] = field(default_factory=list)
     _readers: list[threading.Thread] = field(default_factory=list)
 
     @property
     def socket(self) -> Path:
-        """Where rank 0 listens."""
-        return Path(f"{self.uds_path}-0")
+        """Where it listens."""
+        return Path(f"{self.uds_path}-{self.rank}")
 
     @classmethod
     def spawn(cls, argv: Sequence[str], environment: Mapping[str, str], uds_path: Path) -> ShardProcess:
@@ -82,7 +83,7 @@ class ShardProcess:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        shard = cls(process, uds_path)
+        shard = cls(process, uds_path, int(environment.get("RANK", "0")))
         for stream, lines in ((process.stdout, shard.stdout), (process.stderr, shard.stderr)):
             assert stream is not None
             reader = threading.Thread(target=lines.extend, args=(stream,), daemon=True)

@@ -43,6 +43,9 @@ class StubEngine:
     def info(self) -> ShardInfo:
         return ShardInfo("float32", "cpu", "stub", block_size=16, use_prefix_caching=True)
 
+    def turn(self, call: int) -> int:
+        return call
+
     def warmup(
         self,
         requests: list[Request],

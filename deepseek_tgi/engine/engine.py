@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -88,23 +89,31 @@ class Engine:
         limits.check(positions, self._config.prefill_chunking)
         default_total = min(positions, self._adapter.tokenizer.model_max_length or positions)
         layout = self._adapter.kv_layout
-        workspace = workspace_bytes(self._adapter, limits, self._config)
+        workspace = self._largest(workspace_bytes(self._adapter, limits, self._config))
         # The same plan on declared figures first: what cannot fit must not be tried.
-        budget = cache_budget(self._memory.available_bytes(), workspace, self._config)
-        plan_cache(layout, limits, default_total, budget, self._config)
+        budget = cache_budget(self._available(), workspace, self._config)
+        plan_cache(layout, limits, default_total, budget, self._config, agree=self._smallest)
         before = self._memory.resident_bytes()
         log.info("warm-up: running the largest step that may come, of %d tokens, to measure it", max_prefill_tokens)
-        workspace = max(workspace, self._measure(worst_case(requests, positions), max_prefill_tokens))
+        with self._together():
+            measured = self._measure(worst_case(requests, positions), max_prefill_tokens)
         # What the step keeps (scratch buffers) is workspace; it is no longer free and must not count twice.
-        kept = min(workspace, max(0, self._memory.resident_bytes() - before))
-        budget = cache_budget(self._memory.available_bytes() + kept, workspace, self._config)
-        plan = plan_cache(layout, limits, default_total, budget, self._config)
-        self._runner = self._make_runner(plan.num_blocks, max_prefill_tokens)
+        kept = min(max(workspace, measured), max(0, self._memory.resident_bytes() - before))
+        workspace = max(workspace, self._largest(measured))
+        budget = cache_budget(self._available(kept), workspace, self._config)
+        plan = plan_cache(layout, limits, default_total, budget, self._config, agree=self._smallest)
+        with self._together():
+            self._runner = self._make_runner(plan.num_blocks, max_prefill_tokens)
         log.info(
             "cache of %d blocks of %d tokens, %d bytes, for requests of up to %d tokens; %d bytes of workspace",
             plan.num_blocks, layout.block_size, self._runner.pool.nbytes, plan.result.max_total_tokens, workspace,
         )  # fmt: skip
         return plan.result
+
+    def turn(self, call: int) -> int:
+        """The call that every rank runs next: the `call` that rank 0 asks with. Asked before warm-up and each step."""
+        ranks = self._adapter.ranks
+        return call if ranks is None else ranks.first_says(call)
 
     def prefill(self, batch_id: int, requests: Items[Request], cached: CachedBatch | None) -> StepResult:
         """One step for new requests, and for the cached batch's if one is named.
@@ -218,6 +227,22 @@ class Engine:
             return max(0, peak - before - runner.pool.nbytes) if peak > peak_before else 0
         finally:
             runner.pool.close()
+
+    def _smallest(self, number: int) -> int:
+        """The smallest of all ranks' numbers: they must make the same plan, or raise the same error."""
+        ranks = self._adapter.ranks
+        return number if ranks is None else ranks.smallest(number)
+
+    def _largest(self, number: int) -> int:
+        return -self._smallest(-number)
+
+    def _available(self, kept: int = 0) -> int:
+        """Memory each rank may take, `kept` of it being held already: the ranks share one machine."""
+        return self._smallest(self._memory.available_bytes() // self._config.world_size + kept)
+
+    def _together(self) -> AbstractContextManager[None]:
+        ranks = self._adapter.ranks
+        return nullcontext() if ranks is None else ranks.together()
 
     def _make_runner(self, num_blocks: int, max_prefill_tokens: int) -> Runner:
         pool = KVPool(self._adapter.kv_layout, num_blocks, self._adapter.info.device_type)

@@ -62,11 +62,22 @@ class Plan:
     result: WarmupResult
 
 
+def _own(number: int) -> int:
+    return number
+
+
 def plan_cache(
-    layout: CacheLayout, limits: Limits, max_positions: int, budget_bytes: int, config: EngineConfig
+    layout: CacheLayout,
+    limits: Limits,
+    max_positions: int,
+    budget_bytes: int,
+    config: EngineConfig,
+    *,
+    agree: Callable[[int], int] = _own,
 ) -> Plan:
     """Blocks that fit in `budget_bytes`, and limits that they can keep.
 
+    `agree` turns this rank's number of blocks into all ranks': they have cache of different widths and one block table.
     Raises: `ResourceError` with the needed and the available amounts if the router's demands do not fit: every prompt
     token of a step has a slot, and the longest request fits beside block 0.
     """
@@ -78,7 +89,7 @@ def plan_cache(
         concurrency = min(config.kv_full_requests, config.max_batch_size or config.kv_full_requests)
         useful = max(needed, FIRST_BLOCK + concurrency * blocks_for(longest, size))
         budget_bytes = min(budget_bytes, useful * layout.bytes_per_block)
-    num_blocks = layout.num_blocks_in(budget_bytes)
+    num_blocks = agree(layout.num_blocks_in(budget_bytes))
     if num_blocks < needed:
         raise ResourceError(
             f"KV cache: needs {needed} blocks of {layout.bytes_per_block} bytes ({needed * layout.bytes_per_block} "

@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
-from deepseek_tgi.config import DEFAULT_MODEL, LauncherConfig
+from deepseek_tgi.adapters.model_config import read_model_config
+from deepseek_tgi.adapters.sharding import plan_shards
+from deepseek_tgi.config import DEFAULT_BACKEND, DEFAULT_MODEL, LauncherConfig
 from deepseek_tgi.errors import ConfigError, ResourceError
 
 MAX_PREFILL_TOKENS = 1 << 20
@@ -59,6 +62,15 @@ def given_without_effect(origins: Mapping[str, str]) -> list[str]:
 def max_input_tokens(config: LauncherConfig) -> int | None:
     """The prompt limit under either of its names."""
     return config.max_input_tokens if config.max_input_tokens is not None else config.max_input_length
+
+
+def check_shards(folder: Path | None, backend: str, num_shards: int) -> None:
+    """Raise `ConfigError` for a model that cannot be cut into so many parts, as every shard would a few seconds later.
+
+    Other backends have rules of their own. What else is wrong with a config is refused with it.
+    """
+    if num_shards > 1 and backend == DEFAULT_BACKEND and folder is not None and (folder / "config.json").is_file():
+        plan_shards(read_model_config(folder), num_shards)
 
 
 def check_port(hostname: str, port: int, flag: str) -> None:

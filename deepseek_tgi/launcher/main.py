@@ -16,7 +16,7 @@ from deepseek_tgi.adapters.hub import SMALL_MODEL_ID
 from deepseek_tgi.config import DEFAULT_BACKEND, LauncherConfig, read
 from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.launcher import download, handover, router, shards
-from deepseek_tgi.launcher.check import check_options, check_port, given_without_effect
+from deepseek_tgi.launcher.check import check_options, check_port, check_shards, given_without_effect
 from deepseek_tgi.launcher.model_facts import (
     attention_environment,
     cuda_major,
@@ -127,6 +127,8 @@ def check(config: LauncherConfig, environ: Mapping[str, str]) -> None:
     check_port(config.hostname, config.port, "--port")
     if stock is not None:
         check_port(config.hostname, config.prometheus_port, "--prometheus-port")
+    if num_shards(config) > 1:
+        check_port(config.master_addr, config.master_port, "--master-port")
     for rank in range(num_shards(config)):
         check_path(rank_path(config.shard_uds_path, rank))
 
@@ -141,7 +143,9 @@ def prepared_model(model_id: str, environ: Mapping[str, str], signals: StopSigna
 
 def make_plan(config: LauncherConfig, model: str, environ: Mapping[str, str]) -> Plan:
     """Everything that follows from the options and the model's config, as far as that is on this machine."""
-    facts = read_facts(model_folder(model, config.revision, environ))
+    folder = model_folder(model, config.revision, environ)
+    check_shards(folder, config.backend, num_shards(config))
+    facts = read_facts(folder)
     exported = attention_environment(facts, config.lora_adapters is not None, cuda_major(), environ)
     return Plan(
         config=config,

@@ -29,6 +29,8 @@ def load_options(config: ShardConfig) -> LoadOptions:
         num_threads=config.num_threads,
         rank=config.rank,
         world_size=config.world_size,
+        master_addr=config.master_addr,
+        master_port=config.master_port,
         trust_remote_code=config.trust_remote_code,
         rope_scaling=config.rope_scaling,
         rope_factor=config.rope_factor,

@@ -15,6 +15,7 @@ from deepseek_tgi.pb import generate_pb2_grpc
 from deepseek_tgi.probes.state import State, StateOwner
 from deepseek_tgi.server import convert
 from deepseek_tgi.server.engine_thread import EngineThread
+from deepseek_tgi.server.turns import Turns, call_number
 from deepseek_tgi.telemetry.metrics import ShardMetrics
 
 SERVICE = "generate.v3.TextGenerationService"
@@ -24,6 +25,7 @@ class EngineApi(Protocol):
     """The engine as the service sees it: synchronous, called from one thread."""
 
     def info(self) -> ShardInfo: ...
+    def turn(self, call: int) -> int: ...
     def warmup(
         self,
         requests: list[Request],
@@ -40,7 +42,10 @@ class EngineApi(Protocol):
 
 
 class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
-    """Serves one engine. Health, Info and ServiceDiscovery are answered on the event loop, the rest in the thread."""
+    """Serves one engine. Health, Info and ServiceDiscovery are answered on the event loop, the rest in the thread.
+
+    Warmup, Prefill and Decode are what all ranks do together: those run in one order on all.
+    """
 
     def __init__(
         self, engine: EngineApi, thread: EngineThread, state: StateOwner, urls: Sequence[str], metrics: ShardMetrics
@@ -49,6 +54,7 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
         self._thread = thread
         self._state = state
         self._urls = list(urls)
+        self._turns = Turns(thread, engine.turn, len(urls))
         self._metrics = metrics
         self._info = _info_pb(engine.info())
 
@@ -83,19 +89,21 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
         """Measure; the shard is ready afterwards. A second router may warm up again."""
         self._state.require(State.WARMING, State.READY)
         self._state.move(State.WARMING)
-        response = await self._thread.run(lambda: self._warmup(request))
+        response = await self._turns.run(call_number("Warmup"), lambda: self._warmup(request))
         self._state.move(State.READY)
         return response
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
         """One step for new requests, and for a cached batch if it is named."""
         self._state.require(State.READY)
-        return await self._thread.run(lambda: self._prefill(request))
+        number = call_number("Prefill", request.batch.id, *(each.id for each in request.batch.requests))
+        return await self._turns.run(number, lambda: self._prefill(request))
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.DecodeResponse:
         """One step for cached batches."""
         self._state.require(State.READY)
-        return await self._thread.run(lambda: self._decode(request))
+        number = call_number("Decode", *(batch.id for batch in request.batches))
+        return await self._turns.run(number, lambda: self._decode(request))
 
     async def drop(self, batch_ids: Sequence[int]) -> None:
         """Forget the batches of a failed call."""

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from builders import TinySpec
+from engine_driver import Collected, Driver
 from ranks import FAMILIES, on_ranks, sharded, write_model
 from stepper import Stepper, relative_error
 
 from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
+from deepseek_tgi.core import CachedBatch, SamplingParams, StopRule
+from deepseek_tgi.engine.engine import EngineConfig
 
 TEXT = [(11 * i + 5) % 270 for i in range(40)]
 CHUNKS = [17, 9]
@@ -49,8 +52,15 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path, name: str, kernels: st
         ("qwen2", TinySpec("awq-gemm", group_size=-1, bias_scale=8.0)),
         ("qwen2", TinySpec("awq-gemv", group_size=64, bias_scale=8.0)),
         ("qwen3", TinySpec("compressed-tensors", group_size=32)),
+        ("llama 9/3", TinySpec("awq-gemm", group_size=-1)),
         ("deepseek_v2", TinySpec("awq-gemm", group_size=64)),
         ("deepseek_v3", TinySpec("awq-gemm", group_size=32)),
+        ("qwen2", TinySpec("gptq", group_size=32, bias_scale=8.0)),
+        ("llama", TinySpec("gptq", group_size=64, ordered=True)),
+        ("deepseek_v2", TinySpec("gptq", group_size=32, ordered=True)),
+        ("qwen2", TinySpec("ct-ordered", group_size=32)),
+        ("llama", TinySpec("fp8", block=(64, 64))),
+        ("deepseek_v3", TinySpec("fp8", block=(64, 64))),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.quant}-{value.group_size}",
 )
@@ -66,3 +76,49 @@ def test_more_ranks_than_key_heads_or_an_odd_number(tmp_path: Path, world_size: 
     assert (
         relative_error(together(tmp_path, world_size, kernels="torch"), alone(tmp_path, kernels="torch")) <= SUM_ORDER
     )
+
+
+PROMPT = "The quick brown fox jumps over the lazy dog, and then it jumps back again."
+DRAWN = SamplingParams(do_sample=True, temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=7)
+NEW = 64
+
+
+def converse(driver: Driver) -> tuple[dict[int, Collected], list[CachedBatch | None]]:
+    """Greedy and drawn requests that join late, a prompt cut in chunks, and a stored prefix that is used again."""
+    stop = StopRule(NEW, ignore_eos=True)
+    first = driver.request(PROMPT, stop=stop)
+    drawn = driver.request(PROMPT[10:], stop=stop, sampling=DRAWN)
+    batches = [driver.prefill(0, first, drawn).batch]
+    batches += [driver.decode(0).batch for _ in range(3)]
+    cut = driver.request(PROMPT * 2, stop=stop, chunk_len=20)
+    batches.append(driver.prefill(1, cut, cached=batches[-1]).batch)
+    shared = list(first.blocks[:2])
+    fresh = [driver.free.pop() for _ in range(len(first.blocks) - 2)]
+    again = driver.request(PROMPT, blocks=shared + fresh, stop=stop, cache_len=2 * driver.block_size)
+    batches.append(driver.prefill(2, again, cached=batches[-1]).batch)
+    while batches[-1] is not None:
+        batches.append(driver.decode(batches[-1].id).batch)
+    return driver.results, batches
+
+
+def conversation(adapter: Any, rank: int = 0, world_size: int = 1) -> Any:
+    config = EngineConfig(rank=rank, world_size=world_size, use_prefix_caching=True)
+    return converse(Driver(adapter, config, max_prefill=64, max_total=300))
+
+
+@pytest.mark.parametrize("cache", ["float32", "int8"])
+@pytest.mark.parametrize("name", ["llama 9/3", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3"])
+def test_two_ranks_say_what_one_says_and_each_request_is_reported_once(tmp_path: Path, name: str, cache: str) -> None:
+    write_model(tmp_path, FAMILIES[name], TinySpec("awq-gemm", group_size=32))
+    options: dict[str, Any] = {"dtype": "float32", "kernels": "native", "kv_cache_dtype": cache}
+    expected, _ = conversation(QuantizedModelAdapter.get_model(str(tmp_path), options=LoadOptions(**options)))
+    with sharded(tmp_path, **options) as adapters:
+        (zero, batches), (one, others) = on_ranks(2, lambda rank: conversation(adapters[rank], rank, 2))
+    assert batches == others, "the same batches, with the same ids, sizes and presence"
+    assert (zero.keys(), one.keys()) == ({0, 2}, {1, 3})
+    found = zero | one
+    assert {number: found[number].ids for number in sorted(found)} == {n: c.ids for n, c in expected.items()}
+    assert [len(c.ids) for c in found.values()] == [NEW] * 4
+    assert found[3].ids == found[0].ids, "a used prefix changes nothing"
+    for number, collected in expected.items():
+        assert found[number].logprobs == pytest.approx(collected.logprobs, abs=1e-4 if cache == "float32" else 5e-2)

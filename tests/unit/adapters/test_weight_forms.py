@@ -100,6 +100,14 @@ def test_columns_keep_the_stored_form_and_the_widest_group_that_fits() -> None:
     assert isinstance(int4(ordered=True).columns(0, 32), DenseWeight)
 
 
+def test_one_group_over_all_inputs_stays_one_wherever_it_is_cut() -> None:
+    whole = int4(K)
+    part = whole.columns(40, 56)
+    assert isinstance(part, Int4Weight)
+    assert (part.group_size, part.scales.shape) == (16, (N, 1))
+    assert torch.equal(part.columns(3, 14).dequantise(), whole.dequantise()[:, 43:54])
+
+
 def test_natural_order_keeps_the_numbers(weight: Weight) -> None:
     natural = weight.natural()
     assert getattr(natural, "order", None) is None

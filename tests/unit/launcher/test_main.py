@@ -43,6 +43,12 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> A
     return value
 
 
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class Launcher:
     """One launcher, its output in a file."""
 
@@ -51,7 +57,8 @@ class Launcher:
         self.log = folder / "log"
         self.record = folder / "record"
         command = [sys.executable, STUB, "--backend", "deepseek-quant", "--model-id", str(folder / "model")]
-        command += ["--hostname", "127.0.0.1", "--prometheus-port", "0", "--shard-uds-path", str(folder / "s"), *argv]
+        command += ["--hostname", "127.0.0.1", "--prometheus-port", "0", "--master-port", str(unused_port())]
+        command += ["--shard-uds-path", str(folder / "s"), *argv]
         path = f"{folder / 'bin'}:{os.environ['PATH']}"
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(

@@ -1,0 +1,168 @@
+"""What ranks exchange, and what they say when one of them is missing, late, gone or in another step."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from ranks import on_ranks, unused_port
+
+from deepseek_tgi.adapters.parallel import RankGroup
+from deepseek_tgi.adapters.rendezvous import Meeting, join
+from deepseek_tgi.errors import CheckpointError, ConfigError, DeviceError, ResourceError
+
+T = TypeVar("T")
+
+
+def in_groups(world_size: int, work: Callable[[RankGroup], T], timeout_s: float = 20.0) -> list[T]:
+    """`work(group)` on every rank of a group of its own."""
+    port = unused_port()
+
+    def run(rank: int) -> T:
+        group = join(Meeting(rank, world_size, "localhost", port, timeout_s))
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    return on_ranks(world_size, run)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_are_right_and_the_same_bits_on_every_rank(world_size: int) -> None:
+    parts = torch.randn(world_size, 5, 77, generator=torch.Generator().manual_seed(0))
+
+    def summed(group: RankGroup) -> torch.Tensor:
+        own = parts[group.rank].clone()
+        group.all_reduce(own)
+        return own
+
+    results = in_groups(world_size, summed)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert torch.allclose(results[0], parts.double().sum(0).float(), atol=1e-5)
+
+
+@pytest.mark.parametrize("widths", [(4, 4), (5, 2), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_columns_are_gathered_in_rank_order_whatever_their_widths(rows: int, widths: tuple[int, ...]) -> None:
+    whole = torch.arange(rows * sum(widths), dtype=torch.float32).view(rows, -1)
+    parts = whole.split(widths, 1)
+    results = in_groups(len(widths), lambda group: group.gather_columns(parts[group.rank].contiguous(), widths))
+    assert all(torch.equal(result, whole) for result in results)
+
+
+def test_ranks_agree_on_the_smallest_number_and_on_what_the_first_says() -> None:
+    big = 2**62
+    assert in_groups(3, lambda group: group.smallest(big + group.rank - 1)) == [big - 1] * 3
+    assert in_groups(3, lambda group: group.first_says(big + 7 * group.rank)) == [big] * 3
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    port = unused_port()
+    started = time.monotonic()
+    with pytest.raises(ResourceError, match=rf"rank 0: rank 1, 2 did not come to localhost:{port} within 0.3 s"):
+        join(Meeting(0, 3, "localhost", port, 0.3))
+    with pytest.raises(ResourceError, match=rf"rank 1: rank 0 is not at localhost:{port} after 0.3 s"):
+        join(Meeting(1, 3, "localhost", port, 0.3))
+    assert time.monotonic() - started < 10
+
+
+def test_a_port_in_use_and_an_address_that_is_none_are_refused() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ResourceError, match=rf"--master-port {port}: 127.0.0.1:{port} is in use.*choose another"):
+            join(Meeting(0, 2, "127.0.0.1", port, 1.0))
+    with pytest.raises(ConfigError, match=r"--master-addr no\.such.host.invalid: no such host"):
+        join(Meeting(0, 2, "no.such.host.invalid", port, 1.0))
+
+
+def listening_addresses() -> set[str]:
+    """Addresses at which this process listens, as /proc has them: hexadecimal, IPv4 and IPv6."""
+    own = {link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+def test_ranks_of_one_machine_listen_on_its_loopback_alone() -> None:
+    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    before = listening_addresses()
+    assert set().union(*in_groups(2, lambda _: listening_addresses())) - before <= loopback
+
+
+def test_an_error_in_a_common_step_is_fatal_and_ends_the_others_wait() -> None:
+    def work(group: RankGroup) -> str:
+        def step() -> None:
+            with group.together():
+                if group.rank == 1:
+                    raise CheckpointError("no such page")
+                group.all_reduce(torch.ones(3))
+
+        with pytest.raises(DeviceError) as caught:
+            step()
+        with pytest.raises(DeviceError):
+            group.smallest(1)
+        return str(caught.value)
+
+    started = time.monotonic()
+    waited, failed = in_groups(2, work)
+    assert time.monotonic() - started < 10, "nobody waits for a time-out"
+    assert failed == "rank 1: a step failed that other ranks are in: CheckpointError: no such page"
+    assert waited.startswith("rank 0: the connection to rank 1 broke: all_reduce failed: ")
+
+
+def test_a_rank_that_says_nothing_is_named_in_bounded_time() -> None:
+    left = threading.Event()
+
+    def work(group: RankGroup) -> str:
+        if group.rank == 1:
+            left.wait(20)
+            return ""
+        with pytest.raises(DeviceError) as caught:
+            group.all_reduce(torch.ones(3))
+        left.set()
+        return str(caught.value)
+
+    assert in_groups(2, work, timeout_s=1.0)[0].startswith(
+        "rank 0: no answer from rank 1 within 1 s: all_reduce failed"
+    )
+
+
+PEER = """
+import sys, torch
+from deepseek_tgi.adapters.rendezvous import Meeting, join
+group = join(Meeting(1, 2, "localhost", int(sys.argv[1]), 20.0))
+group.all_reduce(torch.ones(3))
+sys.stdout.write("summed\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+def test_a_rank_that_was_killed_is_named_with_its_process() -> None:
+    port = unused_port()
+    command = [sys.executable, "-c", PEER, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+        group = join(Meeting(0, 2, "localhost", port, 20.0))
+        group.all_reduce(torch.ones(3))
+        assert peer.stdout is not None
+        assert peer.stdout.readline() == "summed\n"
+        peer.send_signal(signal.SIGKILL)
+        with pytest.raises(DeviceError, match=rf"rank 0: rank 1 is gone \(process {peer.pid}\): all_reduce failed"):
+            group.all_reduce(torch.ones(3))
+    group.close()
