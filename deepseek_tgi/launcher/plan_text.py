@@ -7,7 +7,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from deepseek_tgi.adapters.plan import PlanLine
+from deepseek_tgi.adapters.plan import PlanLine, ranges_of
 from deepseek_tgi.launcher.plan import GIB, ModelPlan
 
 _NAME_WIDTH = 20
@@ -33,7 +33,8 @@ def plan_lines(plan: ModelPlan) -> Iterator[str]:
 
 def _facts(plan: ModelPlan) -> Iterator[str]:
     yield _fact("model", plan.folder)
-    yield _fact("type", f"{plan.model_type}, {plan.num_layers} layers, {plan.weights.parameters:,} parameters")
+    stored = f"{plan.weights.parameters:,} parameters in {size_text(plan.weights.stored_bytes)}"
+    yield _fact("type", f"{plan.model_type}, {plan.num_layers} layers, {stored}")
     files = f"the headers of {size_text(plan.file_bytes)} of .safetensors files"
     yield _fact("read from", files if plan.file_bytes else "config.json alone: there is no .safetensors file")
     for note in plan.notes:
@@ -52,11 +53,14 @@ def _modules(plan: ModelPlan) -> Iterator[str]:
 
 def _weights(plan: ModelPlan) -> Iterator[str]:
     rows = [("weights", "as stored", f"in memory ({plan.kernels} kernels, {plan.compute_dtype})")]
-    for number, rank in enumerate(plan.weights.ranks):
-        rows.append((f"rank {number}", size_text(rank.stored_bytes), size_text(rank.held_bytes)))
-    if plan.num_shard > 1:
-        held = sum(rank.held_bytes for rank in plan.weights.ranks)
-        rows.append(("all ranks", size_text(plan.weights.stored_bytes), size_text(held)))
+    ranks = plan.weights.ranks
+    for rank, run in groupby(range(len(ranks)), lambda number: ranks[number]):
+        numbers = list(run)
+        name = f"rank {numbers[0]}" if len(numbers) == 1 else f"each of ranks {ranges_of(numbers)}"
+        rows.append((name, size_text(rank.stored_bytes), size_text(rank.held_bytes)))
+    if len(ranks) > 1:
+        stored, held = (sum(getattr(rank, name) for rank in ranks) for name in ("stored_bytes", "held_bytes"))
+        rows.append(("all ranks", size_text(stored), size_text(held)))
     yield from _table(rows)
 
 

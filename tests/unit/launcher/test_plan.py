@@ -148,6 +148,13 @@ def test_uneven_parts_are_told_one_by_one(tmp_path: Path) -> None:
     fields = V2_LITE | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
     text = "\n".join(plan_lines(plan_of(tmp_path, fields, num_shard=2)))
     assert "row by expert width: 768 + 640" in text
+    assert "\nrank 0 " in text
+    assert "\nrank 1 " in text
+
+
+def test_ranks_that_are_alike_are_told_once(tmp_path: Path) -> None:
+    text = "\n".join(plan_lines(plan_of(tmp_path, V3, num_shard=8)))
+    assert "\neach of ranks 0-7 " in text
 
 
 def test_a_machine_too_small_is_told_and_not_refused(tmp_path: Path) -> None:
