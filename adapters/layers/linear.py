@@ -19,8 +19,8 @@ from deepseek_tgi.kernels.select import KernelSet
 class Linear(ABC):
     """`out = x W^T + bias (+ residual)`; `out` and `residual` may be the same tensor.
 
-    Shapes: `x [T, K]`, `residual`/`out [T, N]`, all float32 and dense, except that rows may lie apart in
-    the `x` of `after_norm`. `scratch` has the shape of the product's input and is dense.
+    Shapes: `x [T, K]`, `residual`/`out [T, N]`, all float32 and dense, except that rows may lie apart in the `x` of
+    `after_norm`. `scratch` has the shape of the product's input and is dense.
     """
 
     def __init__(self, kernels: KernelSet) -> None:
@@ -125,7 +125,8 @@ class OrderedLinear(Linear):
 class SplitLinear(Linear):
     """Modules that should be fused but are stored differently (one dense, one packed): run one by one.
 
-    Takes one temporary a module; only checkpoints that mix formats within a layer pay it.
+    Several rows take one temporary a module, for a module's columns are not dense then; only checkpoints that mix
+    formats within a layer pay it.
     """
 
     def __init__(self, kernels: KernelSet, parts: Sequence[DenseLinear | Int4Linear | OrderedLinear]) -> None:
@@ -142,10 +143,12 @@ class SplitLinear(Linear):
         at = 0
         for part in self._parts:
             end = at + part.weight.out_features
-            own = part(x, None, x.new_empty(x.shape[0], part.weight.out_features))
-            if residual is not None:
-                own += residual[:, at:end]
-            out[:, at:end] = own
+            columns = out[:, at:end]
+            if x.shape[0] == 1:
+                part(x, None if residual is None else residual[:, at:end], columns)
+            else:
+                own = part(x, None, x.new_empty(columns.shape))
+                columns.copy_(own if residual is None else own.add_(residual[:, at:end]))
             at = end
         return out
 

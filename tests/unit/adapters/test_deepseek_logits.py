@@ -164,6 +164,14 @@ def test_a_packed_up_projection_equals_its_dense_twin(tmp_path: Path, name: str,
     assert relative_error(got[0], got[2]) <= TOLERANCE / 10
 
 
+@pytest.mark.parametrize("dense", ["kv_a_proj_with_mqa", "q_a_proj", "o_proj", "shared_experts"])
+def test_modules_left_dense_in_a_packed_checkpoint_are_read_so(tmp_path: Path, dense: str) -> None:
+    checkpoint = tiny_checkpoint(tmp_path, V3, "awq-gemm", config={"attention_bias": True}, not_converted=[dense])
+    for got, text in zip(batched(load(checkpoint)), TEXTS, strict=True):
+        assert relative_error(got, truth(checkpoint, text)) <= TOLERANCE
+    assert relative_error(Stepper(load(checkpoint)).run(TEXTS[2], [20]), truth(checkpoint, TEXTS[2])) <= TOLERANCE
+
+
 @pytest.mark.parametrize("listed", [None, [], ["mlp.gate"], ...], ids=["null", "empty", "gate", "absent"])
 def test_a_router_is_dense_whatever_the_list_of_exceptions_says(
     tmp_path: Path, listed: Any, caplog: pytest.LogCaptureFixture
