@@ -20,8 +20,10 @@ FormOf = Callable[[ModuleSpec], StoredForm]
 _UP_PROJECTION = ".kv_b_proj"
 _DOWN = ".down_proj"
 """Its inputs are made in whatever order it stores them, so that nothing is sorted at run time."""
-ORDER_BYTES = 8
-"""Bytes for each input of a layer that sorts its inputs itself."""
+_UP = ".up_proj"
+ORDER_BYTES, EXPERT_ORDER_BYTES = 8, 4
+"""Bytes for each input of a layer, and of an expert, that sorts its inputs itself."""
+_PACKED_BITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,21 +157,27 @@ class _Holder:
 
     def _linear(self, module: ModuleSpec, form: StoredForm, n: int, inputs: range) -> int:
         k = len(inputs)
+        if module.kind is Kind.GATE:
+            return self.sizes.exact(n, k, "float32" if form.bits <= _PACKED_BITS else form.dtype)
         if form.bits == 4:
-            if form.ordered and (k < module.in_features or _reads_in_order(module)):
+            if form.ordered and k < module.in_features:
                 return self.sizes.dense(n, k, "float32")  # groups fall apart, so the layer is unpacked
             # A cut off the group grid leaves equal smaller groups that carry the same scale.
             size = math.gcd(form.group_size, inputs.start, inputs.stop)
-            order = ORDER_BYTES * k if form.ordered and not module.name.endswith(_DOWN) else 0
+            order = k * _order_bytes(module) if form.ordered else 0
             return self.sizes.int4(n, k, size, ITEM_BYTES[form.dtype]) + order
         if form.bits == 8:
             return self.sizes.fp8(n, k, math.gcd(form.group_size, inputs.start))
         return self.sizes.dense(n, k, form.dtype, form.on_grid)
 
 
-def _reads_in_order(module: ModuleSpec) -> bool:
-    """True for what takes its inputs in file order only: the first products of routed experts."""
-    return ".experts." in module.name and not module.name.endswith(_DOWN)
+def _order_bytes(module: ModuleSpec) -> int:
+    """Bytes that an order takes for each input of `module`: none where the maker of the inputs sorts them."""
+    if module.name.endswith(_DOWN):
+        return 0
+    if "experts." not in module.name:
+        return ORDER_BYTES
+    return 0 if module.name.endswith(_UP) else EXPERT_ORDER_BYTES  # gate and up have one between them
 
 
 def _numbered(name: str, numbers: Sequence[set[int]]) -> str:

@@ -20,11 +20,10 @@ from deepseek_tgi.adapters.parallel import RankGroup
 from deepseek_tgi.adapters.quantization import QuantPlan
 from deepseek_tgi.adapters.sharding import Share
 from deepseek_tgi.adapters.weight_forms import DenseWeight, Fp8Weight, Int4Weight, Weight, fuse
-from deepseek_tgi.kernels.common import PackedDense, PackedInt4
+from deepseek_tgi.errors import CheckpointError
+from deepseek_tgi.kernels.moe import Expert
 from deepseek_tgi.kernels.route import GroupRank, Routing
 from deepseek_tgi.kernels.select import KernelSet
-
-Packed = PackedInt4 | PackedDense
 
 
 class WeightSource:
@@ -60,24 +59,31 @@ class WeightSource:
         whole = self._joined(self._read(names, widths, in_features, bias, rows))
         return whole if self._whole_inputs(names[0]) else self._summed(whole)
 
-    def gated(self, name: str, in_features: int, inner: int, bias: bool, summed: bool = True) -> tuple[Linear, Linear]:
+    def gated(self, name: str, in_features: int, inner: int, bias: bool) -> tuple[Linear, Linear]:
         """`gate_proj` and `up_proj` of module `name` as one product, and its `down_proj`.
 
         Where `down_proj` stores its inputs in another order, gate and up make them in that order: nothing is gathered
-        at run time. With `summed` false, `down_proj` gives this rank's part, for who adds up several.
+        at run time.
         """
         gate_up, down = self._read_gated(name, in_features, inner, bias)
-        own = self._pack(down)
-        return self._joined(gate_up), self._summed(own) if summed else own
+        return self._joined(gate_up), self._summed(self._pack(down))
 
-    def expert(self, name: str, in_features: int, inner: int) -> tuple[Packed, Packed]:
-        """As `gated`, without bias, as the kernels hold it.
+    def expert(self, name: str, in_features: int, inner: int) -> Expert:
+        """As `gated`, without bias and as the kernels hold it; on several ranks, this rank's part of a sum.
 
-        Dense if gate and up are stored too differently to fuse, or want their input in another order.
+        Dense if gate and up are stored too differently to fuse.
         """
         gate_up, down = self._read_gated(name, in_features, inner, False)
         whole = gate_up[0] if len(gate_up) == 1 else DenseWeight(torch.cat([w.dequantise() for w in gate_up]))
-        return self._pack_plain(whole.natural()).weight, self._pack_plain(down).weight
+        order = whole.order if isinstance(whole, Int4Weight) else None
+        order = None if order is None else order.to(torch.int32)
+        return Expert(self._pack_plain(whole).weight, self._pack_plain(down).weight, order)
+
+    def router(self, name: str, num_experts: int, in_features: int) -> DenseLinear:
+        """The gate `name` of a mixture of experts, kept in full: a rounded logit sends a token to another expert."""
+        (weight,) = self._read((name,), (num_experts,), in_features, False)
+        plain = weight.weight if isinstance(weight, DenseWeight) else weight.dequantise()
+        return DenseLinear(self.kernels, self.kernels.pack_dense(plain, exact=True), None)
 
     def norm(self, name: str, size: int, eps: float) -> RmsNorm:
         """The norm `name`, whose weight is kept in float32."""
@@ -113,7 +119,10 @@ class WeightSource:
         if routing.group_rank is not GroupRank.BEST_TWO:
             return None
         name = f"{gate}.e_score_correction_bias"
-        return self._plan.tensor(name, (routing.num_experts,)).to(torch.float32, copy=True)
+        bias = self._plan.tensor(name, (routing.num_experts,)).to(torch.float32, copy=True)
+        if not bool(bias.isfinite().all()):
+            raise CheckpointError(f"{name}: got values that are not finite, expected a bias that experts rank by")
+        return bias
 
     def _read_gated(self, name: str, in_features: int, inner: int, bias: bool) -> tuple[Sequence[Weight], Weight]:
         """Gate with up, and down with its inputs in the order they are made, which is then cut between ranks."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from deepseek_tgi.adapters.model_config import GroupedQueryAttention, LatentAttention, ModelConfig
+from deepseek_tgi.adapters.model_config import GroupedQueryAttention, LatentAttention, MixtureOfExperts, ModelConfig
+from deepseek_tgi.kernels.expert_scratch import ExpertSizes
 
 ALIGNMENT_FLOATS = 16
 """Buffers start on 64-byte lines."""
@@ -20,11 +22,11 @@ def padded(width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What decides a step's temporary memory: `scratch_floats` a token in the part that needs most, whether kernels are
-    `native`, and whether the model runs in `several_ranks`.
+    """What decides a step's temporary memory: `scratch_floats`, from a number of tokens to what the part takes that
+    needs most, whether kernels are `native`, and whether the model runs in `several_ranks`.
     """
 
-    scratch_floats: int
+    scratch_floats: Callable[[int], int]
     hidden_size: int
     vocab_size: int
     native: bool
@@ -36,27 +38,40 @@ class StepSizes:
         Kernels made of torch's operators return fresh tensors (an input and two outputs of the widest product at a
         time), convert weights tile by tile, and gather the context; the compiled ones work in place.
         """
-        floats = num_tokens * (self.scratch_floats + 2 * self.hidden_size)
+        scratch = self.scratch_floats(num_tokens)
+        floats = scratch + num_tokens * 2 * self.hidden_size
         floats += num_logit_rows * (self.hidden_size + self.vocab_size)
         if self.several_ranks:
             # Ranks exchange padded parts of the logits, and gloo's own copy of whatever is summed.
             floats += num_logit_rows * 2 * self.vocab_size + num_tokens * self.hidden_size
         if not self.native:
-            floats += num_tokens * 3 * self.scratch_floats + num_logit_rows * 2 * self.vocab_size + TORCH_TILE_FLOATS
+            floats += 3 * scratch + num_logit_rows * 2 * self.vocab_size + TORCH_TILE_FLOATS
         return 4 * floats
 
 
-def scratch_floats(config: ModelConfig) -> int:
-    """Scratch floats a token needs in the part that needs most; the parts' own figures, before they exist."""
-    spec = config.attention
+def scratch_floats(config: ModelConfig, native: bool) -> Callable[[int], int]:
+    """From a number of tokens to the scratch floats of the part that needs most: the parts' own figures, before they
+    exist.
+    """
+    spec, experts = config.attention, config.experts
     attention = _latent(spec, config.hidden_size) if isinstance(spec, LatentAttention) else _grouped(spec, config)
-    widths = [attention, (config.hidden_size, 2 * config.mlp.intermediate_size, config.mlp.intermediate_size)]
-    if config.experts is not None:
-        shared = config.experts.shared_size
-        widths.append((config.hidden_size, config.experts.routing.num_experts, 2 * shared, shared))
-        if all(config.experts.in_layer(index) for index in range(config.num_hidden_layers)):
-            del widths[1]
-    return max(_sum(part) for part in widths)
+    widths = [attention]
+    if experts is None or not all(experts.in_layer(index) for index in range(config.num_hidden_layers)):
+        widths.append((config.hidden_size, 2 * config.mlp.intermediate_size, config.mlp.intermediate_size))
+    per_token = max(_sum(part) for part in widths)
+    if experts is None:
+        return lambda num_tokens: num_tokens * per_token
+    of_experts = partial(_expert_floats, experts, config.hidden_size, native)
+    return lambda num_tokens: max(num_tokens * per_token, of_experts(num_tokens))
+
+
+def _expert_floats(spec: MixtureOfExperts, hidden: int, native: bool, num_tokens: int) -> int:
+    """Of a layer with experts: see the parts' `Moe`."""
+    routing = spec.routing
+    sizes = ExpertSizes.usual(routing.num_experts, hidden, spec.intermediate_size, spec.shared_size)
+    own = num_tokens * _sum((hidden, routing.num_experts, routing.top_k, routing.top_k))
+    grouped = sizes.native_floats(num_tokens, routing.top_k) if native else sizes.grouped_floats(num_tokens)
+    return own + grouped
 
 
 def _grouped(spec: GroupedQueryAttention, config: ModelConfig) -> Sequence[int]:

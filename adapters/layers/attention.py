@@ -53,10 +53,9 @@ class Attention(Part):
         )
         return cls(layer, spec, weights, source.kernels.qkv_attention)
 
-    @property
-    def scratch_floats(self) -> int:
+    def scratch_floats(self, num_tokens: int) -> int:
         """See `Part`."""
-        return sum(padded(w) for w in self._widths)
+        return num_tokens * sum(padded(w) for w in self._widths)
 
     @property
     def binding(self) -> tuple[Any, ...]:

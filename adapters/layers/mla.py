@@ -97,10 +97,9 @@ class Mla(Part):
         )
         return cls(layer, config, weights, source)
 
-    @property
-    def scratch_floats(self) -> int:
+    def scratch_floats(self, num_tokens: int) -> int:
         """See `Part`."""
-        return sum(padded(w) for w in self._widths)
+        return num_tokens * sum(padded(w) for w in self._widths)
 
     @property
     def binding(self) -> tuple[Any, ...]:

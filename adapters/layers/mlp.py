@@ -29,10 +29,9 @@ class Mlp(Part):
         gate_up, down = source.gated(name, hidden, inner, mlp.bias)
         return cls(source.norm(norm, hidden, config.rms_norm_eps), gate_up, down, inner)
 
-    @property
-    def scratch_floats(self) -> int:
+    def scratch_floats(self, num_tokens: int) -> int:
         """See `Part`."""
-        return sum(padded(w) for w in self._widths)
+        return num_tokens * sum(padded(w) for w in self._widths)
 
     @property
     def binding(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""A mixture of experts: `hidden += shared(x) + routed(x)` with `x = norm(hidden)`."""
+"""A mixture of experts: `hidden += routed(x) + shared(x)` with `x = norm(hidden)`."""
 
 from __future__ import annotations
 
@@ -18,55 +18,50 @@ from deepseek_tgi.kernels.moe import PackedExperts
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """The tensors of one part. `bias [E]` corrects the choice of experts (V3); the shared expert may be absent."""
+    """The tensors of one part. `bias [E]` corrects the choice of experts (V3)."""
 
     norm: RmsNorm
     gate: Linear
     bias: torch.Tensor | None
     experts: PackedExperts
-    shared_gate_up: Linear | None
-    shared_down: Linear | None
 
 
 class Moe(Part):
-    """The experts of one layer with their norm."""
+    """The experts of one layer with their norm; the shared expert is one more of them, of every token.
+
+    Between ranks routed and shared experts are added up together.
+    """
 
     def __init__(self, spec: MixtureOfExperts, weights: MoeWeights, source: WeightSource) -> None:
-        self._spec = spec
+        self._routing = spec.routing
         self._weights = weights
         self._route = source.kernels.route
         self._moe = source.kernels.moe
         self._sum = PartialSum(source.group)
-        shared = spec.shared_size if weights.shared_down is not None else 0
-        self._widths = (weights.norm.size, spec.routing.num_experts, 2 * shared, shared)
+        top_k = spec.routing.top_k
+        self._widths = (weights.norm.size, spec.routing.num_experts, top_k, top_k)
 
     @classmethod
     def load(cls, source: WeightSource, name: str, norm: str, config: ModelConfig) -> Moe:
         """Read module `name` (for example `model.layers.1.mlp`) and the norm before it."""
         spec, hidden = config.experts, config.hidden_size
         assert spec is not None, "only layers with experts load them"
-        inner, shared = spec.intermediate_size, spec.shared_size
-        names = [f"{name}.experts.{index}" for index in range(spec.routing.num_experts)]
-        experts = [source.expert(n, hidden, inner) for n in names]
-        shared_name = f"{name}.shared_experts"
-        shared_gate_up, shared_down = (None, None)
-        if shared:
-            # Routed and shared experts are added up over ranks together.
-            shared_gate_up, shared_down = source.gated(shared_name, hidden, shared, False, summed=False)
+        num_experts = spec.routing.num_experts
+        names = [f"{name}.experts.{index}" for index in range(num_experts)]
+        experts = [source.expert(n, hidden, spec.intermediate_size) for n in names]
+        shared = source.expert(f"{name}.shared_experts", hidden, spec.shared_size) if spec.shared_size else None
         weights = MoeWeights(
             norm=source.norm(norm, hidden, config.rms_norm_eps),
-            gate=source.linear((f"{name}.gate",), (spec.routing.num_experts,), hidden, False),
+            gate=source.router(f"{name}.gate", num_experts, hidden),
             bias=source.correction_bias(f"{name}.gate", spec.routing),
-            experts=source.kernels.pack_experts([e[0] for e in experts], [e[1] for e in experts]),
-            shared_gate_up=shared_gate_up,
-            shared_down=shared_down,
+            experts=source.kernels.pack_experts(experts, shared),
         )
         return cls(spec, weights, source)
 
-    @property
-    def scratch_floats(self) -> int:
+    def scratch_floats(self, num_tokens: int) -> int:
         """See `Part`."""
-        return sum(padded(w) for w in self._widths)
+        own = num_tokens * sum(padded(w) for w in self._widths)
+        return own + self._weights.experts.scratch_floats(num_tokens, self._routing.top_k)
 
     @property
     def binding(self) -> tuple[Any, ...]:
@@ -77,24 +72,22 @@ class Moe(Part):
     def nbytes(self) -> int:
         """See `Part`."""
         w = self._weights
-        linears = (w.gate, w.shared_gate_up, w.shared_down)
         bias = 0 if w.bias is None else w.bias.nbytes
-        return w.norm.nbytes + bias + w.experts.nbytes + sum(part.nbytes for part in linears if part is not None)
+        return sum((w.norm.nbytes, w.gate.nbytes, bias, w.experts.nbytes))
 
     def bind(self, scratch: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Buffers `normed [T, H]`, `logits [T, E]`, `gate_up [T, 2I]`, `inner [T, I]` of the shared expert."""
-        return tuple(cut(scratch, num_tokens, self._widths))
+        """Buffers `normed [T, H]`, `logits [T, E]`, `ids [T, k] int32`, `weights [T, k]`, and the rest for experts."""
+        normed, logits, ids, weights = cut(scratch, num_tokens, self._widths)
+        rest = scratch[num_tokens * sum(padded(w) for w in self._widths) :]
+        return normed, logits, ids.view(torch.int32), weights, rest
 
     def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
         """See `Part`."""
-        normed, logits, gate_up, inner = buffers
+        normed, logits, ids, weights, rest = buffers
         w = self._weights
         w.norm(hidden, normed)
         w.gate(normed, None, logits)
-        ids, weights = self._route(logits, w.bias, self._spec.routing)
+        self._route(logits, w.bias, self._routing, (ids, weights))
         self._sum.begin(hidden)
-        if w.shared_gate_up is not None and w.shared_down is not None:
-            w.shared_gate_up(normed, None, gate_up)
-            w.shared_down.after_silu(gate_up, inner, hidden, hidden)
-        self._moe(normed, ids, weights, w.experts, hidden)
+        self._moe(normed, ids, weights, w.experts, hidden, scratch=rest)
         self._sum.end(hidden)

@@ -45,10 +45,9 @@ class StepContext:
 class Part(ABC):
     """One residual part: `hidden += f(norm(hidden))`."""
 
-    @property
     @abstractmethod
-    def scratch_floats(self) -> int:
-        """Floats of scratch one token needs."""
+    def scratch_floats(self, num_tokens: int) -> int:
+        """Floats of scratch that a step of so many tokens needs; never fewer for more tokens."""
 
     @property
     @abstractmethod
@@ -62,7 +61,7 @@ class Part(ABC):
 
     @abstractmethod
     def bind(self, scratch: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Cut `scratch [num_tokens * scratch_floats] float32` into this part's buffers for so many tokens."""
+        """Cut `scratch`, at least `scratch_floats(num_tokens)` float32, into this part's buffers for so many tokens."""
 
     @abstractmethod
     def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:

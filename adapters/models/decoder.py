@@ -43,7 +43,10 @@ class Scratch:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.float32, device=device)
         self._cuts: dict[int, list[Buffers]] = {}
-        self.floats_per_token = max((p.scratch_floats for p in parts), default=0)
+
+    def floats(self, num_tokens: int) -> int:
+        """What the part takes that needs most in a step of so many tokens."""
+        return max((p.scratch_floats(num_tokens) for p in self._parts), default=0)
 
     def cut(self, num_tokens: int) -> list[Buffers]:
         """Each part's buffers for a step of `num_tokens`."""
@@ -56,7 +59,7 @@ class Scratch:
         return found
 
     def _make(self, num_tokens: int) -> list[Buffers]:
-        needed = num_tokens * self.floats_per_token
+        needed = self.floats(num_tokens)
         if needed > self._memory.numel():
             self._cuts.clear()
             self._memory = torch.empty(0, dtype=torch.float32, device=self._device)
@@ -85,9 +88,7 @@ class Decoder:
     def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
         """Upper bound of what a step takes beyond weights and cache; see `StepSizes`."""
         head = self._weights.head
-        sizes = StepSizes(
-            self._scratch.floats_per_token, head.norm.size, head.vocab_size, self._native, head.group is not None
-        )
+        sizes = StepSizes(self._scratch.floats, head.norm.size, head.vocab_size, self._native, head.group is not None)
         return sizes.bytes_of(num_tokens, num_logit_rows)
 
     def step(self, inputs: ForwardInputs, pages: Sequence[Pages]) -> torch.Tensor:

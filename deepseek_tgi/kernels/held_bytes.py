@@ -86,6 +86,10 @@ class HeldBytes:
         pair = 2 if item == 2 and dtype != "float16" else 1
         return rows * -(-in_features // pair) * pair * item
 
+    def exact(self, out_features: int, in_features: int, dtype: str) -> int:
+        """A dense weight that loses nothing whatever the precision: the gate of a mixture of experts."""
+        return HeldBytes(self.kernels, ComputeDtype.FLOAT32).dense(out_features, in_features, dtype)
+
     def fp8(self, out_features: int, in_features: int, block: int) -> int:
         """An 8-bit float weight `[N, K]` with a float32 scale for each row and `block` inputs, the last maybe short."""
         rows = padded_tiles(out_features) * TILE if self.kernels == "native" else out_features

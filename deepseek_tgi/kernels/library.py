@@ -18,7 +18,18 @@ from deepseek_tgi.kernels.compiler import BuildError, build, discard_private
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["AttentionCall", "BuildError", "DenseWeight", "NativeLibrary", "Pages", "QuantWeight", "RouteCall", "load"]
+__all__ = [
+    "AttentionCall",
+    "BuildError",
+    "DenseWeight",
+    "ExpertWeights",
+    "LayerExperts",
+    "NativeLibrary",
+    "Pages",
+    "QuantWeight",
+    "RouteCall",
+    "load",
+]
 
 QUICK_PRODUCTS = 1 << 26
 """Multiply-adds up to which a call is quick: some 0.3 ms on one core."""
@@ -74,6 +85,25 @@ class RouteCall(Structure):
     ]
 
 
+class ExpertWeights(Structure):
+    """`Expert` of native/api.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("gate_up_dense", "down_dense")),
+        *((name, c_void_p) for name in ("gate_up", "down", "order")),
+        ("layout", c_int64),
+    ]
+
+
+class LayerExperts(Structure):
+    """`Experts` of native/api.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("count", "shared", "hidden", "num_layouts", "num_threads")),
+        *((name, c_void_p) for name in ("experts", "layouts")),
+    ]
+
+
 _P, _I, _F = c_void_p, c_int64, c_float
 _SIGNATURES: dict[str, list[Any]] = {
     "dstgi_quant_linear": [_P, _P, _I, _I, _P, _P, _P, _I, _P, _F],
@@ -86,6 +116,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dstgi_rope": [_P, _P, _P, _P, *[_I] * 9],
     "dstgi_kv_write": [_P, _P, _P, _P, *[_I] * 6],
     "dstgi_route": [_P, _P, _P, _I, _P, _P],
+    "dstgi_moe": [_P, _P, _P, _P, _I, _I, _P, _P],
     "dstgi_qkv_attention": [_P, _P, _P, _P, _F],
     "dstgi_paged_attention": [_P, _P, _P, _P, _P, _P, *[_I] * 4, _F, _I],
 }

@@ -75,7 +75,7 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
     from deepseek_tgi.kernels.latent_attention import reference as latent
     from deepseek_tgi.kernels.latent_write import reference as latent_kv
     from deepseek_tgi.kernels.moe import PackedExperts
-    from deepseek_tgi.kernels.moe.grouped import GroupedMoe
+    from deepseek_tgi.kernels.moe import reference as moe
     from deepseek_tgi.kernels.paged_attention import reference as attention
     from deepseek_tgi.kernels.qkv_attention.composed import ComposedQkvAttention
     from deepseek_tgi.kernels.rms_norm import reference as norm
@@ -107,7 +107,7 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
         latent_attention=latent.latent_attention,
         route=routing.route,
         pack_experts=PackedExperts,
-        moe=GroupedMoe(int4.int4_linear, dense.dense_linear, silu.silu_mul),
+        moe=moe.moe,
     )
 
 
@@ -164,7 +164,7 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
     from deepseek_tgi.kernels.kv_write import native as kv
     from deepseek_tgi.kernels.latent_attention import cpu as latent
     from deepseek_tgi.kernels.latent_write import cpu as latent_kv
-    from deepseek_tgi.kernels.moe import PackedExperts
+    from deepseek_tgi.kernels.moe import native as moe
     from deepseek_tgi.kernels.moe.grouped import GroupedMoe
     from deepseek_tgi.kernels.paged_attention import native as attention
     from deepseek_tgi.kernels.qkv_attention import native as qkv
@@ -174,6 +174,7 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
     from deepseek_tgi.kernels.silu_mul import native as silu
 
     ops = int4.Int4Ops(library)
+    grouped = GroupedMoe(ops.int4_linear, dense.DenseOps(library).dense_linear, silu.SiluMulOp(library, num_threads))
     return KernelSet(
         name="native",
         reason=reason,
@@ -197,8 +198,8 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
         pack_up=latent.TorchUp,
         latent_attention=latent.latent_attention,
         route=routing.RouteOp(library, num_threads),
-        pack_experts=PackedExperts,
-        moe=GroupedMoe(ops.int4_linear, dense.DenseOps(library).dense_linear, silu.SiluMulOp(library, num_threads)),
+        pack_experts=moe.Packer(num_threads),
+        moe=moe.MoeOp(library, grouped),
     )
 
 

@@ -140,8 +140,9 @@ class Budgets:
 
     def _workspace(self) -> int:
         model = self.shards.config
+        ranks = [scratch_floats(self.shards.local(rank), self.native) for rank in range(self.shards.world_size)]
         sizes = StepSizes(
-            max(scratch_floats(self.shards.local(rank)) for rank in range(self.shards.world_size)),
+            lambda num_tokens: max(floats(num_tokens) for floats in ranks),
             model.hidden_size,
             model.vocab_size,
             self.native,

@@ -97,6 +97,18 @@ def test_a_head_on_an_int8_grid_is_stored_in_eight_bits(native: KernelSet) -> No
         assert torch.equal(native.dense_linear(x[:rows].contiguous(), packed), y[:rows])
 
 
+@pytest.mark.parametrize("kind", ["float32", "float16", "on a grid"])
+def test_an_exact_weight_keeps_every_bit_in_every_precision(any_kernels: KernelSet, kind: str) -> None:
+    weight = q8_weight(2048, 576) if kind == "on a grid" else torch.randn(40, 96).to(getattr(torch, kind))
+    packed = any_kernels.pack_dense(weight, exact=True)
+    assert torch.equal(packed.dense(), weight.float())
+    x = torch.randn(5, weight.shape[1])
+    y = any_kernels.dense_linear(x, packed)
+    size = float((x.abs() @ weight.float().abs().t()).max())
+    bound = 4 * math.sqrt(weight.shape[1]) * 2**-24 * size  # of float32 sums, as above
+    assert (y - x.double() @ weight.double().t()).abs().max() <= bound
+
+
 def test_any_other_head_keeps_sixteen_bits(native: KernelSet) -> None:
     weight = torch.randn(2048, 576).bfloat16()
     packed = native.pack_dense(weight)

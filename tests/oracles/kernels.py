@@ -79,3 +79,19 @@ def _half(x: np.float32, towards: Any) -> float:
     """float16 neighbour of `x` on the side `towards` (floor or ceil) says, by its own spacing: no nextafter."""
     exponent = max(np.frexp(np.float64(x))[1] - 11, -24)
     return float(towards(np.float64(x) / 2.0**exponent) * 2.0**exponent)
+
+
+def expert(x: Array, gate_up: Array, down: Array) -> Array:
+    """One expert for rows `x [n, H]`, from its weights as they are meant."""
+    return linear(silu_mul(linear(x, gate_up)), down)
+
+
+def experts(
+    x: Array, ids: Array, weights: Array, matrices: list[tuple[Array, Array]], shared: tuple[Array, Array] | None
+) -> Array:
+    """What a layer's experts add for each token: DeepSeek-V2, equation 20, without the residual."""
+    total = np.zeros(x.shape) if shared is None else expert(x, *shared)
+    for t, chosen in enumerate(ids):
+        for j, e in enumerate(chosen):
+            total[t] += float(weights[t, j]) * expert(x[t : t + 1], *matrices[int(e)])[0]
+    return total

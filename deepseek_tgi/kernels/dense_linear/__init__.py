@@ -2,7 +2,8 @@
 
 `dense_linear(x [M, K] f32, w, bias [N] f32 | None, residual [M, N] f32 | None, out [M, N] f32 | None) -> [M, N] f32`.
 Accumulates in float32; `M` may be 0; `out` may be `residual`. Storage is bfloat16 or float32 as `pack_dense` decides
-from the compute dtype (float32 compute never stores less than the checkpoint does). `pack_fp8` keeps codes at one byte
+from the compute dtype (float32 compute never stores less than the checkpoint does; an `exact` weight keeps every bit
+whatever the compute dtype, and so do its products' activations). `pack_fp8` keeps codes at one byte
 a weight; they enter the products exactly, `w = code * scale`.
 """
 
@@ -20,7 +21,7 @@ __all__ = ["DenseLinear", "PackDense", "PackFp8"]
 class PackDense(Protocol):
     """Rearranges a dense weight `[N, K]`; the argument is not kept."""
 
-    def __call__(self, weight: torch.Tensor) -> PackedDense: ...
+    def __call__(self, weight: torch.Tensor, *, exact: bool = False) -> PackedDense: ...
 
 
 class PackFp8(Protocol):

@@ -51,9 +51,9 @@ def packer(compute_dtype: ComputeDtype) -> PackDense:
     """The packing function for `compute_dtype`."""
     dtype = torch.bfloat16 if compute_dtype is ComputeDtype.BFLOAT16 else torch.float32
 
-    def pack_dense(weight: torch.Tensor) -> PackedDense:
+    def pack_dense(weight: torch.Tensor, *, exact: bool = False) -> PackedDense:
         check_dense(weight)
-        return TorchDense(weight.to(dtype, copy=True).contiguous())
+        return TorchDense(weight.to(torch.float32 if exact else dtype, copy=True).contiguous())
 
     return pack_dense
 

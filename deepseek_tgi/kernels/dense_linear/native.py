@@ -36,10 +36,10 @@ _BF16_STEP = 2.0**-8
 class NativeDense(PackedDense):
     """A weight in the library's tiles, in 32, 16 or 8 bits (these with scales)."""
 
-    __slots__ = ("_library", "_parts", "_struct", "address")
+    __slots__ = ("_library", "_parts", "address", "struct")
 
     def __init__(self, library: NativeLibrary, parts: tuple[torch.Tensor, ...], struct: DenseWeight) -> None:
-        self._library, self._parts, self._struct = library, parts, struct
+        self._library, self._parts, self.struct = library, parts, struct
         self.address = ctypes.addressof(struct)
         super().__init__(struct.n, struct.k, sum(p.nbytes for p in parts))
 
@@ -57,10 +57,10 @@ class NativeDense(PackedDense):
 class NativeGrid(PackedDense):
     """A weight on an int8 grid: one float16 scale for 32 weights along K."""
 
-    __slots__ = ("_library", "_parts", "_struct", "address")
+    __slots__ = ("_library", "_parts", "address", "struct")
 
     def __init__(self, library: NativeLibrary, parts: tuple[torch.Tensor, ...], struct: QuantWeight) -> None:
-        self._library, self._parts, self._struct = library, parts, struct
+        self._library, self._parts, self.struct = library, parts, struct
         self.address = ctypes.addressof(struct)
         super().__init__(struct.n, struct.k, sum(p.nbytes for p in parts))
 
@@ -115,10 +115,10 @@ class Packer:
     compute_dtype: ComputeDtype
     num_threads: int
 
-    def __call__(self, weight: torch.Tensor) -> PackedDense:
+    def __call__(self, weight: torch.Tensor, *, exact: bool = False) -> PackedDense:
         """See the contract."""
         check_dense(weight)
-        bf16 = self.compute_dtype is ComputeDtype.BFLOAT16
+        bf16 = self.compute_dtype is ComputeDtype.BFLOAT16 and not exact
         if bf16 and weight.numel() >= GRID_MIN_WEIGHTS and weight.shape[1] % GRID == 0:
             grid = on_grid(weight)
             if grid is not None:

@@ -19,7 +19,7 @@ class ReferenceFp8(PlainFp8):
     __slots__ = ()
 
 
-def pack_dense(weight: torch.Tensor) -> PackedDense:
+def pack_dense(weight: torch.Tensor, *, exact: bool = False) -> PackedDense:
     """Check and copy."""
     check_dense(weight)
     return ReferenceDense(weight.clone())

@@ -30,18 +30,18 @@ _PLAIN, _NORM, _SILU = 0, 1, 2
 class NativeInt4(PackedInt4):
     """Codes, scales and zeros in the library's tiles; `address` is the C struct's."""
 
-    __slots__ = ("_codes", "_scales", "_struct", "_zeros", "address", "quick_rows")
+    __slots__ = ("_codes", "_scales", "_zeros", "address", "quick_rows", "struct")
 
     def __init__(self, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], struct: QuantWeight) -> None:
         self._codes, self._scales, self._zeros = parts
-        self._struct = struct
+        self.struct = struct
         self.address = ctypes.addressof(struct)
         self.quick_rows = QUICK_PRODUCTS // (struct.n * struct.k)
         super().__init__(struct.n, struct.k, struct.group_size, sum(p.nbytes for p in parts))
 
     def dequantise(self) -> torch.Tensor:
         """The weight as `[N, K] float32`, read back from the packed form."""
-        s = self._struct
+        s = self.struct
         words = self._codes.view(-1, s.blocks, s.width // 8, 32)
         shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
         codes = (words.unsqueeze(-1) >> shifts) & 15  # [tiles, blocks, width / 8, 32, 8]

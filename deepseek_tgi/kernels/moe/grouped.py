@@ -1,4 +1,4 @@
-"""Grouped experts made of the set's own linear ops: one gather, one product and one scatter for each touched expert."""
+"""Grouped experts made of the set's own linear ops: one gather, one product and one scatter for each chosen expert."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepseek_tgi.kernels.common import PackedInt4
-from deepseek_tgi.kernels.moe import Packed, PackedExperts, check_moe
+from deepseek_tgi.kernels.moe import Expert, Packed, PackedExperts, check_moe, take_scratch
 
 if TYPE_CHECKING:
     from deepseek_tgi.kernels.dense_linear import DenseLinear
@@ -31,22 +31,41 @@ class GroupedMoe:
         weights: torch.Tensor,
         experts: PackedExperts,
         out: torch.Tensor,
+        *,
+        scratch: torch.Tensor | None = None,
     ) -> None:
         """See the contract."""
         check_moe(x, ids, weights, experts, out)
-        order = ids.flatten().sort(stable=True).indices
-        counts = torch.bincount(ids.flatten(), minlength=len(experts.down)).tolist()
-        rows = order // ids.shape[1]
-        results = x.new_empty(order.shape[0], x.shape[1])
-        at = 0
-        for expert, count in enumerate(counts):
-            if count:
-                inner = self.silu_mul(self._linear(x[rows[at : at + count]], experts.gate_up[expert]))
-                results[order[at : at + count]] = self._linear(inner, experts.down[expert])
-                at += count
-        out += (results.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
+        if not len(x):
+            return
+        scratch = take_scratch(scratch, PackedExperts.scratch_floats(experts, *ids.shape))
+        flat, shares = ids.flatten(), weights.flatten()
+        order = flat.sort(stable=True).indices
+        chosen, counts = torch.unique_consecutive(flat[order], return_counts=True)
+        end = 0
+        for expert, count in zip(chosen.tolist(), counts.tolist(), strict=True):
+            pairs = order[end : end + count]
+            end += count
+            rows = pairs // ids.shape[1]
+            y = self._run(x, rows, experts.experts[expert], scratch)
+            out.index_add_(0, rows, y.mul_(shares[pairs].unsqueeze(1)))
+        if experts.shared is not None:
+            out += self._run(x, torch.arange(x.shape[0]), experts.shared, scratch)
 
-    def _linear(self, x: torch.Tensor, weight: Packed) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, rows: torch.Tensor, expert: Expert, scratch: torch.Tensor) -> torch.Tensor:
+        """Rows `rows` of x through one expert; the result lies in `scratch`."""
+        count, hidden, inner = rows.shape[0], x.shape[1], expert.inner_size
+        given = scratch[: count * hidden].view(count, hidden)
+        gate_up = scratch[count * hidden :][: count * 2 * inner].view(count, 2 * inner)
+        gated = scratch[count * (hidden + 2 * inner) :][: count * inner].view(count, inner)
+        torch.index_select(x, 0, rows, out=given)
+        if expert.order is not None:
+            given.copy_(given.index_select(1, expert.order))
+        self._linear(given, expert.gate_up, gate_up)
+        self.silu_mul(gate_up, gated)
+        return self._linear(gated, expert.down, given)
+
+    def _linear(self, x: torch.Tensor, weight: Packed, out: torch.Tensor) -> torch.Tensor:
         if isinstance(weight, PackedInt4):
-            return self.int4_linear(x, weight)
-        return self.dense_linear(x, weight)
+            return self.int4_linear(x, weight, None, None, out)
+        return self.dense_linear(x, weight, None, None, out)

@@ -9,6 +9,7 @@
 
 #include "api.h"
 #include "rows.h"
+#include "scratch.h"
 
 namespace dstgi {
 
@@ -77,6 +78,33 @@ DSTGI_INLINE void quantise_row(const QuantWeight& w, const float* x, const Activ
     quantise_block<DIGITS>(x + group * w.group_size + begin, static_cast<int>(valid), static_cast<int>(w.width), a,
                            row / a.chunk * w.blocks + block, row % a.chunk);
   }
+}
+
+// Rows of a chunk when there are `rows`: as few chunks as can be, as even as can be.
+DSTGI_INLINE int64_t even_chunk(int64_t rows) {
+  const int64_t chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+  return (rows + chunks - 1) / chunks;
+}
+
+// Bytes of `each` words for every block of `rows` rows, in whole chunks.
+DSTGI_INLINE size_t block_bytes(const QuantWeight& w, int64_t rows, int64_t chunk, int64_t each) {
+  return align64(static_cast<size_t>(w.blocks * ((rows + chunk - 1) / chunk * chunk) * each) * sizeof(int32_t));
+}
+
+// Bytes that `rows` rows for `w` take, and their places in so much memory.
+DSTGI_INLINE size_t digit_bytes(const QuantWeight& w, int64_t rows, int64_t chunk) {
+  return block_bytes(w, rows, chunk, w.width / 2) * w.digits + block_bytes(w, rows, chunk, 1) * (w.digits + 1);
+}
+
+DSTGI_INLINE Activations lay_out(const QuantWeight& w, int64_t rows, int64_t chunk, char* memory) {
+  const size_t words = block_bytes(w, rows, chunk, 1), pairs = block_bytes(w, rows, chunk, w.width / 2);
+  Activations a{};
+  a.chunk = chunk;
+  for (int64_t d = 0; d < w.digits; ++d, memory += pairs) a.pairs[d] = reinterpret_cast<int32_t*>(memory);
+  for (int64_t d = 0; d < w.digits; ++d, memory += words) a.sum[d] = reinterpret_cast<int32_t*>(memory);
+  a.scale = reinterpret_cast<float*>(memory);
+  if (w.digits == 1) a.pairs[1] = a.pairs[0];  // never read, but offset
+  return a;
 }
 
 }  // namespace dstgi

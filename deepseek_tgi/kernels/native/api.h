@@ -56,5 +56,21 @@ struct RouteCall {
   double scale;
 };
 
+// One expert; each of its matrices is a DenseWeight where said so, else a QuantWeight.
+struct Expert {
+  int64_t gate_up_dense, down_dense;
+  const void *gate_up, *down;
+  const int32_t* order;  // which input stands at each of gate_up's places; null: as they come
+  int64_t layout;        // of `Experts`: whose digits of x it shares; -1: none (dense, or an order of its own)
+};
+
+// The experts of one layer. `layouts`: one weight for each way in which they want x as digits.
+struct Experts {
+  int64_t count, shared;  // experts[count] is every token's if `shared`
+  int64_t hidden, num_layouts, num_threads;
+  const Expert* experts;
+  const QuantWeight* const* layouts;
+};
+
 // What is done to the rows of x before the product.
 enum Prologue : int64_t { PLAIN = 0, NORM = 1, SILU = 2 };

@@ -4,14 +4,13 @@
 // high one, so that a shift or a mask makes the float32. Each output has two running sums, even and odd k, added
 // at the end: the same order for every M. With float8 the two are summed and scaled at the end of each block.
 
-#include "api.h"
 #include "heads.h"
+#include "linear.h"
 #include "pool.h"
 
 namespace dstgi {
 namespace {
 
-constexpr int TILE = 32;
 constexpr int MAX_ROWS = 6;
 constexpr int64_t RUNS = 8;
 
@@ -173,7 +172,20 @@ void all_rows(const Call& c, int64_t tile) {
   }
 }
 
+DSTGI_INLINE void some_tiles(const Call& c, int64_t begin, int64_t end) {
+  for (int64_t tile = begin; tile < end; ++tile)
+    c.w->kind == BFLOAT16  ? all_rows<BFLOAT16>(c, tile)
+    : c.w->kind == FLOAT16 ? all_rows<FLOAT16>(c, tile)
+    : c.w->kind == FLOAT8  ? all_rows<FLOAT8>(c, tile)
+                           : all_rows<FLOAT32>(c, tile);
+}
+
 }  // namespace
+
+void dense_tiles(const DenseWeight& w, const float* x, int64_t rows, int64_t begin, int64_t end, float* out) {
+  some_tiles({&w, x, nullptr, nullptr, out, rows, w.k}, begin, end);
+}
+
 }  // namespace dstgi
 
 // out[m, n] = x[m, k] @ w.T + bias + residual; x rows lie `x_stride` floats apart, the others are dense.
@@ -186,11 +198,7 @@ DSTGI_API void dstgi_dense_linear(const DenseWeight* w, const float* x, int64_t 
   // Runs of tiles, so that a thread streams through memory; several a thread, so that one held up delays little.
   const int64_t runs = tiles < RUNS * w->num_threads ? tiles : RUNS * w->num_threads;
   parallel(w->num_threads, runs, [&](int64_t i) {
-    for (int64_t tile = tiles * i / runs; tile < tiles * (i + 1) / runs; ++tile)
-      w->kind == BFLOAT16  ? all_rows<BFLOAT16>(c, tile)
-      : w->kind == FLOAT16 ? all_rows<FLOAT16>(c, tile)
-      : w->kind == FLOAT8  ? all_rows<FLOAT8>(c, tile)
-                           : all_rows<FLOAT32>(c, tile);
+    some_tiles(c, tiles * i / runs, tiles * (i + 1) / runs);
   });
 }
 

@@ -9,15 +9,14 @@
 // Code layout, one uint32 lane an output. int4: nibble j holds k = 2j in the low half-word and k = 2j + 1 in the high
 // one, so that a shift by 4j and a mask give a pair. int8: bytes k0 k2 k1 k3, so that two arithmetic shifts do.
 
-#include "activations.h"
 #include "heads.h"
+#include "linear.h"
 #include "pool.h"
 #include "scratch.h"
 
 namespace dstgi {
 namespace {
 
-constexpr int TILE = 32;        // outputs of a tile, two vectors
 constexpr int DIRECT_ROWS = 4;  // up to this many rows: unpack in registers
 constexpr int MAX_WIDTH = 128;
 constexpr int64_t RUNS = 4;  // tasks a thread gets of small work
@@ -212,8 +211,8 @@ void panel_tile(const Call& c, const Activations& a, int64_t tile) {
   alignas(64) uint32_t panel[MAX_WIDTH / 2 * TILE];
   alignas(64) float sums[CHUNK_ROWS * TILE];
   const QuantWeight& w = *c.w;
-  for (int64_t begin = 0; begin < c.m; begin += CHUNK_ROWS) {
-    const int64_t rows = c.m - begin < CHUNK_ROWS ? c.m - begin : CHUNK_ROWS;
+  for (int64_t begin = 0; begin < c.m; begin += a.chunk) {
+    const int64_t rows = c.m - begin < a.chunk ? c.m - begin : a.chunk;
     const int64_t steps = (rows + MAX_ROWS - 1) / MAX_ROWS;  // as even as can be
     std::memset(sums, 0, sizeof(float) * rows * TILE);
     for (int64_t b = 0; b < w.blocks; ++b) {
@@ -241,19 +240,9 @@ float* row_buffer(const Call& c) {
   return reinterpret_cast<float*>(own_scratch.get(align64(static_cast<size_t>(c.w->k) * sizeof(float))));
 }
 
-Activations lay_out(const QuantWeight& w, int64_t rows, Scratch& scratch) {
-  Activations a;
-  a.chunk = rows < CHUNK_ROWS ? rows : CHUNK_ROWS;
-  const int64_t padded = (rows + a.chunk - 1) / a.chunk * a.chunk;
-  const size_t words = align64(static_cast<size_t>(w.blocks * padded) * 4), pairs = words * (w.width / 2);
-  char* p = scratch.get(2 * pairs + 3 * words);
-  a.pairs[0] = reinterpret_cast<int32_t*>(p);
-  a.pairs[1] = reinterpret_cast<int32_t*>(p + pairs);
-  p += 2 * pairs;
-  a.scale = reinterpret_cast<float*>(p);
-  a.sum[0] = reinterpret_cast<int32_t*>(p + words);
-  a.sum[1] = reinterpret_cast<int32_t*>(p + 2 * words);
-  return a;
+Activations place_digits(const Call& c) {
+  const int64_t chunk = even_chunk(c.m);
+  return lay_out(*c.w, c.m, chunk, shared_scratch.get(digit_bytes(*c.w, c.m, chunk)));
 }
 
 template <int DIGITS>
@@ -285,7 +274,7 @@ DSTGI_INLINE void direct_rows(const Call& c, const Activations& a, int64_t tile)
 
 template <class Format, int DIGITS>
 void direct(const Call& c, int64_t tiles) {
-  const Activations a = lay_out(*c.w, c.m, shared_scratch);
+  const Activations a = place_digits(c);
   float* buffer = row_buffer(c);
   for (int64_t row = 0; row < c.m; ++row) prepare_row<DIGITS>(c, row, a, buffer);
   // Runs of tiles, so that a thread streams through memory; a few a thread, so that one held up delays little.
@@ -297,7 +286,7 @@ void direct(const Call& c, int64_t tiles) {
 
 template <class Format, int DIGITS>
 void panels(const Call& c, int64_t tiles) {
-  const Activations a = lay_out(*c.w, c.m, shared_scratch);
+  const Activations a = place_digits(c);
   parallel(c.w->num_threads, (c.m + RUNS - 1) / RUNS, [&](int64_t i) {
     float* buffer = row_buffer(c);
     for (int64_t row = i * RUNS; row < (i + 1) * RUNS && row < c.m; ++row) prepare_row<DIGITS>(c, row, a, buffer);
@@ -312,7 +301,27 @@ void run(const Call& c) {
   panels<Format, DIGITS>(c, tiles);
 }
 
+template <class Format, int DIGITS>
+void some_tiles(const Call& c, const Activations& a, int64_t begin, int64_t end) {
+  for (int64_t tile = begin; tile < end; ++tile)
+    c.m <= DIRECT_ROWS ? direct_rows<Format, DIGITS>(c, a, tile) : panel_tile<Format, DIGITS>(c, a, tile);
+}
+
 }  // namespace
+
+void quant_tiles(const QuantWeight& w, const Activations& a, int64_t rows, int64_t begin, int64_t end, float* out) {
+  const Call c{&w, nullptr, nullptr, nullptr, nullptr, out, rows, 0, PLAIN, 0.0f};
+  if (w.bits == 4) {
+    w.digits == 1 ? some_tiles<Int4, 1>(c, a, begin, end) : some_tiles<Int4, 2>(c, a, begin, end);
+  } else {
+    w.digits == 1 ? some_tiles<Int8, 1>(c, a, begin, end) : some_tiles<Int8, 2>(c, a, begin, end);
+  }
+}
+
+void quant_row(const QuantWeight& w, const float* x, const Activations& a, int64_t row) {
+  w.digits == 1 ? quantise_row<1>(w, x, a, row) : quantise_row<2>(w, x, a, row);
+}
+
 }  // namespace dstgi
 
 // out[m, n] (dense rows) = prologue(x)[m, k] @ w.T + bias + residual. x rows lie `x_stride` floats apart; for SILU a row

@@ -18,9 +18,8 @@ class Stub(Part):
     def __init__(self, *widths: int) -> None:
         self._widths = widths
 
-    @property
-    def scratch_floats(self) -> int:
-        return 16 * sum(-(-w // 16) for w in self._widths)
+    def scratch_floats(self, num_tokens: int) -> int:
+        return num_tokens * 16 * sum(-(-w // 16) for w in self._widths)
 
     @property
     def binding(self) -> tuple[Any, ...]:
@@ -47,7 +46,7 @@ def test_buffers_of_a_part_are_dense_aligned_and_apart() -> None:
 def test_parts_use_the_same_memory_one_after_the_other() -> None:
     scratch = Scratch([Stub(64, 16), Stub(16), Stub(64, 16)], torch.device("cpu"))
     first, second, third = scratch.cut(3)
-    assert scratch.floats_per_token == 80
+    assert scratch.floats(3) == 3 * 80
     assert first[0].data_ptr() == second[0].data_ptr()
     assert first is third, "layers of one shape share one cut"
 

@@ -192,7 +192,7 @@ def test_the_plan_is_what_loading_makes(checkpoint: TinyCheckpoint, compute: Com
     # Modules that are fused share the padding of the last tile of 32 outputs, which the plan counts for each.
     assert plan.ranks[0].held_bytes == pytest.approx(adapter.info.weight_bytes, rel=0.01)
     config = read_model_config(checkpoint.path)
-    sizes = StepSizes(scratch_floats(config), config.hidden_size, config.vocab_size, native=True)
+    sizes = StepSizes(scratch_floats(config, True), config.hidden_size, config.vocab_size, native=True)
     for tokens, rows in ((1, 1), (300, 2)):
         assert sizes.bytes_of(tokens, rows) == adapter.workspace_bytes(tokens, rows)
 
@@ -207,7 +207,9 @@ def test_each_rank_holds_what_was_planned_for_it(family: str, tmp_path: Path) ->
         for rank, adapter in enumerate(adapters):
             assert plan.ranks[rank].held_bytes == pytest.approx(adapter.info.weight_bytes, rel=0.03)
             local = shards.local(rank)
-            sizes = StepSizes(scratch_floats(local), local.hidden_size, local.vocab_size, True, several_ranks=True)
+            sizes = StepSizes(
+                scratch_floats(local, True), local.hidden_size, local.vocab_size, True, several_ranks=True
+            )
             assert sizes.bytes_of(300, 2) == adapter.workspace_bytes(300, 2)
 
 
