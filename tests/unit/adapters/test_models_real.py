@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from held_out import loss_on, prose
 from oracles.awq import read_gemm
 from safetensors import safe_open
 from stepper import Placed, Stepper
@@ -116,34 +116,14 @@ def test_greedy_text_equals_transformers_up_to_near_ties(
     assert diverged <= (0 if dtype == "float32" else 12), "one token in a hundred"
 
 
-WINDOW, CHUNK = 1024, 256
-
-
-def negative_log_likelihood(adapter: QuantizedModelAdapter, mode: KVMode, ids: list[int]) -> float:
-    """Mean over all tokens that have one before them in their window, with the cache in `mode`."""
-    stepper = Stepper(adapter, num_blocks=WINDOW // adapter.kv_layout.block_size + 1, mode=mode)
-    total, count = 0.0, 0
-    for start in range(0, len(ids), WINDOW):
-        window = ids[start : start + WINDOW]
-        placed = Placed()
-        for at in range(0, len(window), CHUNK):
-            logits = stepper.step([(placed, window[at : at + CHUNK])])[0]
-            targets = torch.tensor(window[at + 1 : at + CHUNK + 1])
-            total += float(torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="sum"))
-            count += len(targets)
-        stepper.forget(placed)
-    return total / count
+HELD_OUT_TOKENS = 20 * 1024
 
 
 def test_an_int8_cache_changes_perplexity_by_less_than_a_thousandth(real_model_dir: Path) -> None:
-    from pydoc_data.topics import topics
-
     adapter = QuantizedModelAdapter.get_model(str(real_model_dir))
-    prose = "\n\n".join(topics[name] for name in sorted(topics))
-    ids = adapter.tokenizer.encode(prose, add_special_tokens=False)[: 20 * WINDOW]
+    ids = adapter.tokenizer.encode(prose(), add_special_tokens=False)[:HELD_OUT_TOKENS]
     assert len(ids) >= 20_000
-    exact = math.exp(negative_log_likelihood(adapter, KVMode.FLOAT32, ids))
-    quantised = math.exp(negative_log_likelihood(adapter, KVMode.INT8, ids))
+    exact, quantised = (loss_on(adapter, mode, ids).perplexity for mode in (KVMode.FLOAT32, KVMode.INT8))
     print(f"perplexity over {len(ids)} tokens: float32 cache {exact:.4f}, int8 cache {quantised:.4f}")
     assert abs(quantised / exact - 1) <= 1e-3
     layout = adapter.kv_layout.with_mode(KVMode.INT8)

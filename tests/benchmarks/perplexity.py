@@ -1,0 +1,164 @@
+"""Perplexity on held-out text: dense weights, AWQ, and AWQ with each low-bit cache.
+
+    python -m tests.benchmarks.perplexity [--models smollm2 demo] [--tokens 20480] [--json FILE]
+        [--demo-twin FOLDER --demo-text FILE]
+
+The text of `smollm2` is the interpreter's own help; the demo model is measured on text kept out of its training, beside
+its full-precision twin, neither of which is in the repository. Compute is float32 on the native kernels, so that a row
+differs from the one it is compared with in what it names alone. Ends with 1 if a limit is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from deepseek_tgi.adapters.base import LoadOptions
+from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
+from deepseek_tgi.convert.import_gguf import import_gguf
+from deepseek_tgi.convert.small_model import ensure_small_model, small_gguf
+from deepseek_tgi.kv.layout import PER_HEAD_MODES, KVLayout, KVMode
+from tests.benchmarks.measure import circumstances
+from tests.held_out import loss_on, prose
+
+LIMITS = {KVMode.INT8: 0.001, KVMode.INT4: 0.01}
+"""Largest relative change of perplexity that a cache may cost."""
+LOW_BITS = (KVMode.INT8, KVMode.FP8, KVMode.INT4)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model in both forms, with text that neither has seen."""
+
+    name: str
+    dense: Path
+    awq: Path
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement. `change` is relative to the row it is held against: AWQ to dense, a cache to AWQ without."""
+
+    model: str
+    weights: str
+    cache: str
+    perplexity: float
+    change: float | None
+    limit: float | None
+    tokens: int
+    seconds: float
+
+    @property
+    def met(self) -> bool:
+        """True unless a limit is missed."""
+        return self.limit is None or self.change is None or abs(self.change) <= self.limit
+
+
+def measure(subject: Subject, num_tokens: int, window: int) -> Iterator[Row]:
+    """All rows of one model."""
+    dense = _row(subject, "dense", _load(subject.dense), KVMode.FLOAT32, num_tokens, window)
+    yield dense
+    adapter = _load(subject.awq)
+    exact = _row(subject, "AWQ", adapter, KVMode.FLOAT32, num_tokens, window, against=dense)
+    yield exact
+    per_head = isinstance(adapter.kv_layout, KVLayout)
+    for mode in LOW_BITS:
+        if not per_head or mode in PER_HEAD_MODES:
+            yield _row(subject, "AWQ", adapter, mode, num_tokens, window, against=exact)
+
+
+def _load(folder: Path) -> QuantizedModelAdapter:
+    return QuantizedModelAdapter.get_model(str(folder), options=LoadOptions(dtype="float32", kernels="native"))
+
+
+def _row(
+    subject: Subject,
+    weights: str,
+    adapter: QuantizedModelAdapter,
+    mode: KVMode,
+    num_tokens: int,
+    window: int,
+    *,
+    against: Row | None = None,
+) -> Row:
+    ids = adapter.tokenizer.encode(subject.text, add_special_tokens=False)[:num_tokens]
+    started = time.perf_counter()
+    loss = loss_on(adapter, mode, ids, min(window, adapter.info.max_position_embeddings))
+    change = None if against is None else loss.perplexity / against.perplexity - 1
+    return Row(
+        model=subject.name,
+        weights=weights,
+        cache=mode.value,
+        perplexity=loss.perplexity,
+        change=change,
+        limit=LIMITS.get(mode),
+        tokens=loss.num_tokens,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def markdown(rows: Sequence[Row]) -> Iterator[str]:
+    """The rows as a table."""
+    yield "| model | weights | cache | perplexity | change | limit |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for row in rows:
+        change = "" if row.change is None else f"{row.change:+.3%}"
+        limit = "" if row.limit is None else f"{row.limit:.1%}{'' if row.met else ' MISSED'}"
+        yield f"| {row.model} | {row.weights} | {row.cache} | {row.perplexity:.4f} | {change} | {limit} |"
+
+
+@contextmanager
+def smollm2() -> Iterator[Subject]:
+    """The small real model: its own GGUF file unpacked to float16, and the AWQ checkpoint that is served."""
+    with tempfile.TemporaryDirectory(prefix="perplexity-") as work:
+        dense = Path(work) / "dense"
+        import_gguf(small_gguf(Path(work)), dense)
+        yield Subject("SmolLM2-135M-Instruct", dense, ensure_small_model(), prose())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=["smollm2", "demo"], default=["smollm2", "demo"])
+    parser.add_argument("--tokens", type=int, default=20 * 1024)
+    parser.add_argument("--window", type=int, default=1024, help="tokens that see each other")
+    parser.add_argument("--demo-twin", type=Path, help="folder of the demo model in full precision")
+    parser.add_argument("--demo-text", type=Path, help="text kept out of its training")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    rows: list[Row] = []
+    if "smollm2" in options.models:
+        with smollm2() as subject:
+            rows += _told(measure(subject, options.tokens, options.window))
+    if "demo" in options.models:
+        rows += _told(measure(_demo(parser, options), options.tokens, options.window))
+    print(*markdown(rows), sep="\n")
+    if options.json is not None:
+        report = {**circumstances(), "window": options.window, "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if all(row.met for row in rows) else 1
+
+
+def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Subject:
+    from deepseek_tgi.adapters.hub import resolve_folder
+
+    if options.demo_twin is None or options.demo_text is None:
+        parser.error("the demo model needs --demo-twin and --demo-text")
+    text = options.demo_text.read_text(encoding="utf-8")
+    return Subject("demo", options.demo_twin, resolve_folder("demo"), text)
+
+
+def _told(rows: Iterator[Row]) -> Iterator[Row]:
+    for row in rows:
+        print(f"{row.model}, {row.weights}, {row.cache}: {row.perplexity:.4f} in {row.seconds:.0f} s", flush=True)
+        yield row
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
