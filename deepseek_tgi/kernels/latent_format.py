@@ -12,10 +12,10 @@ is kept, the larger if two are equal. Element i of a group is the low nibble of 
 one. Bytes are the same on every implementation, so each operation below has one order.
 
 Choice: symmetric, since a latent leaves an RMS norm and lies around 0. Its channels differ in size by the norm's
-learned weight, which costs plain 4-bit codes 2 to 8 dB and the rotated ones nothing; attention turns queries instead
-of latents, so reading is no dearer. Levels are those of least error for a normal distribution under this very search.
-Groups of 64 with plain codes and float16 scales take the same bytes and have 19.4 dB on normal data, this has 22.0 dB
-on all we tried. Rejected: a zero for each group, which costs as much as halving the group.
+learned weight, which costs plain 4-bit codes 2 to 8 dB and the rotated ones nothing; attention may turn queries
+instead, as `q (D H y) = (H D q) y`, so reading is no dearer. Levels are those of least error for a normal distribution
+under this very search. Groups of 64 with plain codes and float16 scales take the same bytes and have 19.4 dB on normal
+data; this has 22.0 dB on all we tried. Rejected: a zero for each group, which costs as much as halving the group.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def signs(group: int) -> torch.Tensor:
 
 
 def unrotate(y: torch.Tensor) -> torch.Tensor:
-    """`D H y` along the last axis: INT4's rotation undone. Turns queries as well, since `q (D H y) = (H D q) y`."""
+    """`D H y` along the last axis: INT4's rotation undone."""
     return hadamard(y) * signs(y.shape[-1])
 
 

@@ -24,10 +24,13 @@ __all__ = [
     "DenseWeight",
     "ExpertWeights",
     "LayerExperts",
+    "LatentCall",
+    "LatentPages",
     "NativeLibrary",
     "Pages",
     "QuantWeight",
     "RouteCall",
+    "UpWeight",
     "load",
 ]
 
@@ -60,6 +63,34 @@ class Pages(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("mode", "num_pages", "heads", "block_size", "k_dim", "v_dim", "page_stride")),
         *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
+    ]
+
+
+class LatentPages(Structure):
+    """`LatentPages` of native/api.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("mode", "num_pages", "block_size", "rank", "rope_dim", "group", "page_stride")),
+        *((name, c_void_p) for name in ("latent", "rope", "scale")),
+    ]
+
+
+class UpWeight(Structure):
+    """`UpWeight` of native/api.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("heads", "nope", "v_dim", "v_pad", "rank", "kind")),
+        *((name, c_void_p) for name in ("keys", "values")),
+    ]
+
+
+class LatentCall(Structure):
+    """`LatentCall` of native/api.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "out", "cu_seqlens", "block_tables", "cache_lens", "expanded")),
+        *((name, c_int64) for name in ("requests", "table_stride", "q_row", "num_threads")),
+        ("scale", c_double),
     ]
 
 
@@ -117,6 +148,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dstgi_kv_write": [_P, _P, _P, _P, *[_I] * 6],
     "dstgi_route": [_P, _P, _P, _I, _P, _P],
     "dstgi_moe": [_P, _P, _P, _P, _I, _I, _P, _P],
+    "dstgi_latent_write": [_P, _P, _P, _P, *[_I] * 4],
+    "dstgi_latent_attention": [_P, _P, _P],
     "dstgi_qkv_attention": [_P, _P, _P, _P, _F],
     "dstgi_paged_attention": [_P, _P, _P, _P, _P, _P, *[_I] * 4, _F, _I],
 }

@@ -162,8 +162,8 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
     from deepseek_tgi.kernels.embedding import cpu as embedding
     from deepseek_tgi.kernels.int4_linear import native as int4
     from deepseek_tgi.kernels.kv_write import native as kv
-    from deepseek_tgi.kernels.latent_attention import cpu as latent
-    from deepseek_tgi.kernels.latent_write import cpu as latent_kv
+    from deepseek_tgi.kernels.latent_attention import native as latent
+    from deepseek_tgi.kernels.latent_write import native as latent_kv
     from deepseek_tgi.kernels.moe import native as moe
     from deepseek_tgi.kernels.moe.grouped import GroupedMoe
     from deepseek_tgi.kernels.paged_attention import native as attention
@@ -194,9 +194,9 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
         paged_attention=attention.PagedAttentionOp(library, num_threads),
         qkv_attention=qkv.QkvAttentionOp(library, num_threads),
         embedding=embedding.embedding,
-        latent_write=latent_kv.latent_write,
-        pack_up=latent.TorchUp,
-        latent_attention=latent.latent_attention,
+        latent_write=latent_kv.LatentWriteOp(library, num_threads),
+        pack_up=latent.UpPacker(compute_dtype),
+        latent_attention=latent.LatentAttentionOp(library, num_threads),
         route=routing.RouteOp(library, num_threads),
         pack_experts=moe.Packer(num_threads),
         moe=moe.MoeOp(library, grouped),

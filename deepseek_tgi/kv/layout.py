@@ -183,10 +183,10 @@ class LatentLayout(CacheLayout):
 
     def __post_init__(self) -> None:
         CacheLayout.__post_init__(self)
-        if self.mode.quantised and self.rank % LATENT_GROUPS[-1]:
+        if self.rank % LATENT_GROUPS[-1]:
             raise ConfigError(
-                f"kv_cache_dtype: {self.mode.value} needs a kv_lora_rank that is a multiple of {LATENT_GROUPS[-1]}, "
-                f"not {self.rank}; float32, bfloat16 and float16 take any"
+                f"kv_lora_rank: got {self.rank}, expected a multiple of {LATENT_GROUPS[-1]} "
+                "(kernels and scales take a latent in runs of as many elements)"
             )
 
     def with_mode(self, mode: KVMode) -> LatentLayout:

@@ -12,6 +12,7 @@ from oracles import latents as oracle
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import GenerationError
 from deepseek_tgi.kernels.latent_attention import FORMS, PackedUp
+from deepseek_tgi.kernels.latent_attention.native import LatentAttentionOp
 from deepseek_tgi.kernels.select import KernelSet
 from deepseek_tgi.kv.layout import KVMode, LatentLayout
 from deepseek_tgi.kv.pool import KVPool
@@ -136,6 +137,44 @@ def test_reads_every_format(kernels: KernelSet, mode: KVMode, geometry: Geometry
     case = make_case(kernels, geometry, batch, mode)
     for form in FORMS:
         assert np.abs(case.run(kernels, form).numpy() - case.expected()).max() <= 1e-5, form
+
+
+@EVERY_GEOMETRY
+@pytest.mark.parametrize("mode", [KVMode.BFLOAT16, KVMode.INT4], ids=lambda m: m.value)
+def test_a_query_has_the_same_bits_alone_chunked_and_in_a_batch(
+    native: KernelSet, geometry: Geometry, mode: KVMode
+) -> None:
+    case = make_case(native, geometry, ([70, 1, 9], [230, 300, 250]), mode)
+    tables = case.inputs.block_tables
+    for form in ("absorbed", "expanded"):
+        whole = case.run(native, form)
+        for first, request, position, n in ((0, 0, 230, 2), (25, 0, 255, 3), (10, 0, 240, 40), (70, 1, 300, 1), (71, 2, 250, 9)):  # fmt: skip  # noqa: E501
+            y = case.run(native, form, step([n], [position], tables[request : request + 1]), first)
+            assert torch.equal(y, whole[first : first + n]), (form, request, position)
+    absorbed = case.run(native, "absorbed")
+    for i in (0, 26, 69):
+        assert torch.equal(case.run(native, "absorbed", step([1], [230 + i], tables[:1]), i), absorbed[i : i + 1])
+
+
+@EVERY_GEOMETRY
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_the_number_of_threads_does_not_show(native: KernelSet, geometry: Geometry, form: str) -> None:
+    for batch in (([1, 1], [700, 3]), ([70], [230])):
+        case = make_case(native, geometry, batch, KVMode.INT8)
+        op = native.latent_attention
+        assert isinstance(op, LatentAttentionOp)
+        alone = replace(native, latent_attention=LatentAttentionOp(op.library, 1))
+        assert torch.equal(case.run(native, form), case.run(alone, form))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_choice_of_a_form_is_the_requests_own(native: KernelSet, form: str) -> None:
+    case = make_case(native, SMALL, ([70, 1, 9, 2], [0, 300, 250, 500]), KVMode.INT8)
+    whole, tables, first = case.run(native, form), case.inputs.block_tables, 0
+    for b, (n, c) in enumerate(((70, 0), (1, 300), (9, 250), (2, 500))):
+        alone = case.run(native, form, step([n], [c], tables[b : b + 1]), first)
+        assert torch.equal(alone, whole[first : first + n])
+        first += n
 
 
 def test_a_nan_stays_in_its_own_request(kernels: KernelSet) -> None:

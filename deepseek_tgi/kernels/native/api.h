@@ -37,6 +37,31 @@ struct Pages {
   char *k, *v, *k_scale, *v_scale;
 };
 
+// One layer's latents and rotary keys in the pages; strides in bytes. `mode`: 0 float32, 1 bfloat16, 2 float16, 3 int8,
+// 4 int4, 5 float8 E4M3; from 3 on `group` elements share a scale and the rotary keys are bfloat16.
+struct LatentPages {
+  int64_t mode, num_pages, block_size, rank, rope_dim, group, page_stride;
+  char *latent, *rope, *scale;
+};
+
+// The up-projection of latents. `kind`: 0 float32, 1 bfloat16. Both parts are cut into tiles of 64 columns, the last one
+// narrower: keys [heads][rank / 64][nope][64], values [heads][v_pad / 64][rank][64], v_pad being v_dim rounded up to 16.
+struct UpWeight {
+  int64_t heads, nope, v_dim, v_pad, rank, kind;
+  const void *keys, *values;
+};
+
+// Operands of a step's latent attention that all layers share. `expanded` [requests] or null says which requests are
+// computed over expanded keys and values; `_row` strides in floats.
+struct LatentCall {
+  const float* q;
+  float* out;
+  const int32_t *cu_seqlens, *block_tables, *cache_lens;
+  const uint8_t* expanded;
+  int64_t requests, table_stride, q_row, num_threads;
+  double scale;
+};
+
 // Operands of a step's attention that all layers share; `_row` strides in floats, `rotary` elements of a head rotate.
 struct AttentionCall {
   float *q, *k;

@@ -34,9 +34,8 @@ struct Unit {
 };
 
 // A unit's working memory; rows are (token, query head).
-struct Work {
-  float *q, *keys, *values, *scores, *sums, *out;  // out [rows][v_pad], then max and total of each row
-  float *max, *total;
+struct Work : Rows {
+  float *keys, *values;
 };
 
 // `n` < 16 elements of a row's end, without reading past them.
@@ -140,48 +139,17 @@ void load_values(const Call& c, const Unit& u, int64_t from, int64_t n, float* p
       FUNCTION<3>(__VA_ARGS__);                     \
   }
 
-// One segment for all rows of the unit: weighted sums in w.sums, then merged into w.out.
+// One segment for all rows of the unit, merged into w.out.
 void attend_segment(const Call& c, const Unit& u, int64_t segment, const Work& w) {
-  const int64_t rows = u.tokens * c.ratio, start = segment * SEGMENT;
-  const int64_t first_limit = c.cache_lens[u.request] + u.first_token + 1 - start;  // positions row 0 sees in here
-  const auto limit = [&](int64_t row) {
-    const int64_t n = first_limit + row / c.ratio;
-    return n < 0 ? int64_t{0} : n > SEGMENT ? SEGMENT : n;
-  };
-  const int64_t longest = limit(rows - 1);
-  for (int64_t at = 0; at < longest; at += PANEL) {
-    const int64_t n = longest - at < PANEL ? longest - at : PANEL;
-    DSTGI_BY_MODE(load_keys, c, u, start + at, n, w.keys)
-    for (int64_t r = 0; r < rows; r += ROWS) {
-      const int64_t count = rows - r < ROWS ? rows - r : ROWS, seen = limit(r + count - 1) - at;
-      if (seen > 0)
-        score_rows(static_cast<int>(count), seen < n ? seen : n, w.q + r * c.k_pad, c.k_pad, w.keys, c.p->k_dim,
-                   w.scores + r * SEGMENT + at);
-    }
-  }
-  float* tops = w.max + rows;  // this segment's, after the running ones
-  float* totals = w.total + rows;
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t n = limit(r), end = limit(r - r % ROWS + ROWS - 1 < rows ? r - r % ROWS + ROWS - 1 : rows - 1);
-    float* scores = w.scores + r * SEGMENT;
-    if (n > 0) totals[r] = soften(scores, n, tops + r);
-    for (int64_t i = n; i < end; ++i) scores[i] = 0.0f;
-    for (int64_t d = 0; d < c.v_pad; d += LANES) store(w.sums + r * c.v_pad + d, zero());
-  }
-  for (int64_t at = 0; at < longest; at += PANEL) {
-    const int64_t n = longest - at < PANEL ? longest - at : PANEL;
-    const float* groups[PANEL / LANES];
-    DSTGI_BY_MODE(load_values, c, u, start + at, n, w.values, groups)
-    for (int64_t r = 0; r < rows; r += ROWS) {
-      const int64_t count = rows - r < ROWS ? rows - r : ROWS, seen = limit(r + count - 1) - at;
-      if (seen > 0)
-        sum_rows(static_cast<int>(count), w.scores + r * SEGMENT + at, groups, c.v_pad, seen < n ? seen : n,
-                 w.sums + r * c.v_pad);
-    }
-  }
-  for (int64_t r = 0; r < rows; ++r)
-    if (limit(r) > 0)
-      merge(w.out + r * c.v_pad, w.max + r, w.total + r, w.sums + r * c.v_pad, tops[r], totals[r], c.v_pad);
+  const int64_t start = segment * SEGMENT, first_limit = c.cache_lens[u.request] + u.first_token + 1 - start;
+  attend_rows({u.tokens * c.ratio, c.ratio, first_limit, c.p->k_dim, c.k_pad, c.v_pad}, w,
+              [&](int64_t at, int64_t n) -> const float* {
+                DSTGI_BY_MODE(load_keys, c, u, start + at, n, w.keys)
+                return w.keys;
+              },
+              [&](int64_t at, int64_t n, const float** groups) {
+                DSTGI_BY_MODE(load_values, c, u, start + at, n, w.values, groups)
+              });
 }
 
 size_t work_floats(const Call& c, int64_t rows) {

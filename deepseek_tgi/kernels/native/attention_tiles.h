@@ -135,4 +135,59 @@ DSTGI_INLINE void start_row(float* out, float* max, float* total, int64_t v_pad)
   *total = 0.0f;
 }
 
+// Memory of a unit's rows: q [rows][q_stride], scaled; scores [rows][SEGMENT]; sums, out [rows][v_pad]; max, total
+// [2][rows], those of all segments so far, then of the one at hand.
+struct Rows {
+  float *q, *scores, *sums, *out, *max, *total;
+};
+
+// `ratio` rows share a token. Row 0 sees `first_limit` positions from the segment's start (none if negative).
+struct RowShape {
+  int64_t rows, ratio, first_limit, k_dim, q_stride, v_pad;
+};
+
+// One segment for all rows, merged into w.out. `keys(at, n)` gives the panel [k_dim][PANEL] of positions at .. at + n of
+// the segment; `values(at, n, groups)` says where each sixteen rows of values, v_pad apart, begin.
+template <class Keys, class Values>
+inline void attend_rows(const RowShape& s, const Rows& w, Keys&& keys, Values&& values) {
+  const auto limit = [&](int64_t row) {
+    const int64_t n = s.first_limit + row / s.ratio;
+    return n < 0 ? int64_t{0} : n > SEGMENT ? SEGMENT : n;
+  };
+  const int64_t rows = s.rows, longest = limit(rows - 1);
+  for (int64_t at = 0; at < longest; at += PANEL) {
+    const int64_t n = longest - at < PANEL ? longest - at : PANEL;
+    const float* panel = keys(at, n);
+    for (int64_t r = 0; r < rows; r += ROWS) {
+      const int64_t count = rows - r < ROWS ? rows - r : ROWS, seen = limit(r + count - 1) - at;
+      if (seen > 0)
+        score_rows(static_cast<int>(count), seen < n ? seen : n, w.q + r * s.q_stride, s.q_stride, panel, s.k_dim,
+                   w.scores + r * SEGMENT + at);
+    }
+  }
+  float* tops = w.max + rows;  // this segment's, after the running ones
+  float* totals = w.total + rows;
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t n = limit(r), end = limit(r - r % ROWS + ROWS - 1 < rows ? r - r % ROWS + ROWS - 1 : rows - 1);
+    float* scores = w.scores + r * SEGMENT;
+    if (n > 0) totals[r] = soften(scores, n, tops + r);
+    for (int64_t i = n; i < end; ++i) scores[i] = 0.0f;
+    for (int64_t d = 0; d < s.v_pad; d += LANES) store(w.sums + r * s.v_pad + d, zero());
+  }
+  for (int64_t at = 0; at < longest; at += PANEL) {
+    const int64_t n = longest - at < PANEL ? longest - at : PANEL;
+    const float* groups[PANEL / LANES];
+    values(at, n, groups);
+    for (int64_t r = 0; r < rows; r += ROWS) {
+      const int64_t count = rows - r < ROWS ? rows - r : ROWS, seen = limit(r + count - 1) - at;
+      if (seen > 0)
+        sum_rows(static_cast<int>(count), w.scores + r * SEGMENT + at, groups, s.v_pad, seen < n ? seen : n,
+                 w.sums + r * s.v_pad);
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    if (limit(r) > 0)
+      merge(w.out + r * s.v_pad, w.max + r, w.total + r, w.sums + r * s.v_pad, tops[r], totals[r], s.v_pad);
+}
+
 }  // namespace dstgi

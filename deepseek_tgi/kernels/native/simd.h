@@ -98,6 +98,18 @@ DSTGI_INLINE F32 load_e4m3(const uint8_t* p) {
 DSTGI_INLINE F32 load_bf16(const uint16_t* p) {
   return as_float(shl32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
 }
+DSTGI_INLINE I32 load_s8(const int8_t* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+// table[index], index 0 .. 15.
+DSTGI_INLINE F32 lookup(F32 table, I32 index) { return _mm512_permutexvar_ps(index, table); }
+// `x` where a > b, else `other`.
+DSTGI_INLINE F32 if_above(F32 a, F32 b, F32 x, F32 other) {
+  return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), x);
+}
+DSTGI_INLINE I32 count_above(I32 count, F32 a, F32 b) {
+  return _mm512_mask_add_epi32(count, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), count, _mm512_set1_epi32(1));
+}
 // 2 to the n, n whole and within float32's exponents (or far below: 0).
 DSTGI_INLINE F32 scale_by_power(F32 x, F32 n) { return _mm512_scalef_ps(x, n); }
 DSTGI_INLINE F32 round_even(F32 x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -246,6 +258,18 @@ DSTGI_INLINE F32 load_bf16(const uint16_t* p) {
   for (int i = 0; i < LANES; ++i) x[i] = static_cast<int32_t>(static_cast<uint32_t>(p[i]) << 16);
   return as_float(x);
 }
+DSTGI_INLINE I32 load_s8(const int8_t* p) {
+  I32 x;
+  for (int i = 0; i < LANES; ++i) x[i] = p[i];
+  return x;
+}
+DSTGI_INLINE F32 lookup(F32 table, I32 index) {
+  F32 x;
+  for (int i = 0; i < LANES; ++i) x[i] = table[index[i]];
+  return x;
+}
+DSTGI_INLINE F32 if_above(F32 a, F32 b, F32 x, F32 other) { return a > b ? x : other; }
+DSTGI_INLINE I32 count_above(I32 count, F32 a, F32 b) { return count - reinterpret_cast<I32>(a > b); }
 DSTGI_INLINE F32 scale_by_power(F32 x, F32 n) {
   // In two halves, so that results near the ends of the exponent range stay right.
   I32 whole = to_int(n), half = whole >> 1, rest = whole - half;

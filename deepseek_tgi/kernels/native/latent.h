@@ -1,0 +1,161 @@
+// The number formats of a cached latent, as kernels/latent_format.py has them, and how a panel of positions is read.
+#pragma once
+
+#include "api.h"
+#include "heads.h"
+#include "transpose.h"
+
+namespace dstgi {
+
+enum LatentMode : int64_t { L_FLOAT32, L_BFLOAT16, L_FLOAT16, L_INT8, L_INT4, L_FP8 };
+
+alignas(64) constexpr float LEVELS[LANES] = {-127, -98, -77, -60, -45, -31, -18, -6, 6, 18, 31, 45, 60, 77, 98, 127};
+constexpr int MAX_ROTATED = 32;  // elements of the largest rotated group
+constexpr float SCALE_UNIT = 64.0f;
+
+DSTGI_INLINE bool is_turned(int64_t i) { return (0x7888 >> (i & 15) & 1) != 0; }  // 3, 7, 11, 12, 13, 14
+
+DSTGI_INLINE float int4_scale(uint8_t byte) { return from_half(static_cast<uint16_t>(byte << 7)) / SCALE_UNIT; }
+
+DSTGI_INLINE int64_t latent_row_bytes(const LatentPages& p) {
+  return p.mode == L_FLOAT32 ? p.rank * 4 : p.mode <= L_FLOAT16 ? p.rank * 2 : p.mode == L_INT4 ? p.rank / 2 : p.rank;
+}
+
+// H x of g vectors `stride` floats apart, lanes apart from each other.
+DSTGI_INLINE void hadamard_lanes(float* x, int64_t g, int64_t stride) {
+  for (int64_t half = g / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < g; i += 2 * half)
+      for (int64_t j = i; j < i + half; ++j) {
+        const F32 a = load(x + j * stride), b = load(x + (j + half) * stride);
+        store(x + j * stride, add(a, b));
+        store(x + (j + half) * stride, sub(a, b));
+      }
+}
+
+DSTGI_INLINE void turn_signs(float* x, int64_t g, int64_t stride) {
+  for (int64_t i = 0; i < g; ++i)
+    if (is_turned(i)) store(x + i * stride, sub(zero(), load(x + i * stride)));
+}
+
+// Of every column of x [rank][columns], rows `stride` apart, columns a multiple of 16: D H undoes INT4's rotation of a
+// latent; H D turns a query, since q (D H y) = (H D q) y.
+inline void unrotate_columns(float* x, int64_t rank, int64_t group, int64_t columns, int64_t stride) {
+  for (int64_t at = 0; at < rank; at += group)
+    for (int64_t c = 0; c < columns; c += LANES) {
+      hadamard_lanes(x + at * stride + c, group, stride);
+      turn_signs(x + at * stride + c, group, stride);
+    }
+}
+inline void rotate_queries(float* x, int64_t rank, int64_t group, int64_t columns, int64_t stride) {
+  for (int64_t at = 0; at < rank; at += group)
+    for (int64_t c = 0; c < columns; c += LANES) {
+      turn_signs(x + at * stride + c, group, stride);
+      hadamard_lanes(x + at * stride + c, group, stride);
+    }
+}
+
+// Undoes the rotation of rows: x [rows][rank], dense; memory up to the next multiple of 16 rows is overwritten as well.
+inline void unrotate_rows(float* x, int64_t rows, int64_t rank, int64_t group) {
+  alignas(64) float turned[MAX_ROTATED * LANES];
+  for (int64_t r = 0; r < rows; r += LANES)
+    for (int64_t at = 0; at < rank; at += group) {
+      F32 lines[LANES];
+      float* part = x + r * rank + at;
+      for (int64_t d = 0; d < group; d += LANES) {
+        for (int i = 0; i < LANES; ++i) lines[i] = load(part + i * rank + d);
+        transpose16(lines, turned + d * LANES, LANES);
+      }
+      unrotate_columns(turned, group, group, LANES, LANES);
+      for (int64_t d = 0; d < group; d += LANES) {
+        for (int i = 0; i < LANES; ++i) lines[i] = load(turned + (d + i) * LANES);
+        transpose16(lines, part + d, rank);
+      }
+    }
+}
+
+// One group of INT4, still rotated.
+DSTGI_INLINE void load_int4(const uint8_t* codes, int64_t group, uint8_t scale_byte, F32 levels, float* out) {
+  const F32 scale = set1(int4_scale(scale_byte));
+  const I32 low = iset1(15);
+  if (group == MAX_ROTATED) {
+    const I32 both = load_u8(codes);
+    store(out, mul(lookup(levels, iand(both, low)), scale));
+    store(out + LANES, mul(lookup(levels, shr32(both, 4)), scale));
+    return;
+  }
+  uint8_t apart[LANES];
+  for (int i = 0; i < LANES / 2; ++i) {
+    apart[i] = codes[i] & 15;
+    apart[LANES / 2 + i] = codes[i] >> 4;
+  }
+  store(out, mul(lookup(levels, load_u8(apart)), scale));
+}
+
+// One latent as float32, [rank] (INT4: still rotated); a multiple of 16 elements at a time, which `rank` is.
+template <LatentMode MODE>
+DSTGI_INLINE void load_latent(const LatentPages& p, const char* row, const char* scales, float* out) {
+  if (MODE == L_INT4) {
+    const F32 levels = load(LEVELS);
+    for (int64_t i = 0; i < p.rank; i += p.group)
+      load_int4(reinterpret_cast<const uint8_t*>(row) + i / 2, p.group,
+                reinterpret_cast<const uint8_t*>(scales)[i / p.group], levels, out + i);
+    return;
+  }
+  for (int64_t i = 0; i < p.rank; i += LANES) {
+    if (MODE == L_FLOAT32) store(out + i, load(reinterpret_cast<const float*>(row) + i));
+    if (MODE == L_BFLOAT16) store(out + i, load_bf16(reinterpret_cast<const uint16_t*>(row) + i));
+    if (MODE == L_FLOAT16) store(out + i, load_half(reinterpret_cast<const uint16_t*>(row) + i));
+    if (MODE != L_INT8 && MODE != L_FP8) continue;
+    const float scale = from_half(reinterpret_cast<const uint16_t*>(scales)[i / p.group]);
+    if (MODE == L_INT8)
+      store(out + i, mul(to_float(load_s8(reinterpret_cast<const int8_t*>(row) + i)), set1(scale)));
+    else
+      store(out + i, mul(mul(load_e4m3(reinterpret_cast<const uint8_t*>(row) + i), set1(256.0f)), set1(scale)));
+  }
+}
+
+// A rotary key as float32, padded with zeros to a multiple of 16.
+DSTGI_INLINE void load_rotary(const LatentPages& p, const char* row, float* out) {
+  for (int64_t i = 0; i < p.rope_dim; i += LANES) {
+    const int n = static_cast<int>(p.rope_dim - i);
+    if (p.mode == L_FLOAT32) {
+      store(out + i, load_n(reinterpret_cast<const float*>(row) + i, n));
+      continue;
+    }
+    uint16_t room[LANES] = {};
+    std::memcpy(room, reinterpret_cast<const uint16_t*>(row) + i, sizeof(uint16_t) * (n < LANES ? n : LANES));
+    store(out + i, p.mode == L_FLOAT16 ? load_half(room) : load_bf16(room));
+  }
+}
+
+template <LatentMode MODE>
+void load_positions(const LatentPages& p, const int32_t* table, int64_t from, int64_t n, float* panel, int64_t pitch) {
+  const int64_t row_bytes = latent_row_bytes(p), rope_bytes = p.rope_dim * (MODE == L_FLOAT32 ? 4 : 2);
+  const int64_t scale_bytes = MODE < L_INT8 ? 0 : p.rank / p.group * (MODE == L_INT4 ? 1 : 2);
+  for (int64_t j = 0; j < n; ++j) {
+    const int64_t at = from + j, page = table[at / p.block_size] * p.page_stride, place = at % p.block_size;
+    load_latent<MODE>(p, p.latent + page + place * row_bytes, p.scale + page + place * scale_bytes, panel + j * pitch);
+    load_rotary(p, p.rope + page + place * rope_bytes, panel + j * pitch + p.rank);
+  }
+}
+
+// Positions [from, from + n) of the request with block table `table`, as rows `pitch` apart: the latent, the rotary key.
+inline void load_panel(const LatentPages& p, const int32_t* table, int64_t from, int64_t n, float* panel,
+                       int64_t pitch) {
+  switch (p.mode) {
+    case L_FLOAT32:
+      return load_positions<L_FLOAT32>(p, table, from, n, panel, pitch);
+    case L_BFLOAT16:
+      return load_positions<L_BFLOAT16>(p, table, from, n, panel, pitch);
+    case L_FLOAT16:
+      return load_positions<L_FLOAT16>(p, table, from, n, panel, pitch);
+    case L_INT8:
+      return load_positions<L_INT8>(p, table, from, n, panel, pitch);
+    case L_INT4:
+      return load_positions<L_INT4>(p, table, from, n, panel, pitch);
+    default:
+      return load_positions<L_FP8>(p, table, from, n, panel, pitch);
+  }
+}
+
+}  // namespace dstgi

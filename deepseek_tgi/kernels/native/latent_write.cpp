@@ -1,0 +1,166 @@
+// Latents into their pages: each format of kernels/latent_format.py, bit for bit.
+
+#include "latent.h"
+#include "pool.h"
+
+namespace dstgi {
+namespace {
+
+constexpr float MIDDLES[7] = {12.0f, 24.5f, 38.0f, 52.5f, 68.5f, 87.5f, 112.5f};
+constexpr int SCALE_TRIALS = 4;
+constexpr int32_t INFINITE = 0x7f800000, MAGNITUDE = 0x7fffffff;
+constexpr uint8_t NAN_BYTE = 0xfc;
+
+// Bits of the largest magnitude of n elements, n a multiple of 16; above those of infinity if one is NaN.
+DSTGI_INLINE int32_t largest_bits(const float* x, int64_t n) {
+  I32 largest = izero();
+  for (int64_t i = 0; i < n; i += LANES) largest = imax(largest, iand(as_int(load(x + i)), iset1(MAGNITUDE)));
+  return max_lanes(largest);
+}
+
+DSTGI_INLINE float float_of(int32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+DSTGI_INLINE uint8_t to_e4m3(float x) {  // nearest even; |x| <= 448
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint8_t sign = static_cast<uint8_t>(bits >> 24 & 0x80);
+  bits &= MAGNITUDE;
+  if (bits < 0x3c800000) {  // below 2**-6: a multiple of 2**-9, rounded by the adder
+    const float moved = float_of(bits) + 16384.0f;
+    std::memcpy(&bits, &moved, sizeof bits);
+    return sign | static_cast<uint8_t>(bits - 0x46800000);
+  }
+  return sign | static_cast<uint8_t>((bits + 0x7ffff + (bits >> 20 & 1)) / (1 << 20) - (120 << 3));
+}
+
+// INT8 or FP8: one group of clamped x.
+DSTGI_INLINE uint16_t store_scaled(const float* x, int64_t group, bool fp8, uint8_t* codes) {
+  const float limit = fp8 ? 448.0f : 127.0f;
+  const int32_t bits = largest_bits(x, group);
+  if (bits > INFINITE) {
+    std::memset(codes, 0, group);
+    return 0x7e00;
+  }
+  const uint16_t half = to_half_towards(float_of(bits) / limit, true);
+  const float scale = from_half(half);
+  const F32 step = set1(scale > 0.0f ? scale : 1.0f);
+  for (int64_t i = 0; i < group; i += LANES) {
+    const F32 steps = div(load(x + i), step);
+    if (!fp8) {
+      store_u8(codes + i, to_int(min(set1(limit), max(set1(-limit), round_even(steps)))));
+      continue;
+    }
+    float lanes[LANES];
+    store(lanes, min(set1(limit), max(set1(-limit), steps)));
+    for (int j = 0; j < LANES; ++j) codes[i + j] = to_e4m3(lanes[j]);
+  }
+  return half;
+}
+
+// y = H D x / g.
+DSTGI_INLINE void rotate(const float* x, int64_t group, float* y) {
+  for (int64_t i = 0; i < group; ++i) y[i] = is_turned(i) ? -x[i] : x[i];
+  for (int64_t half = group / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < group; i += 2 * half)
+      for (int64_t j = i; j < i + half; ++j) {
+        const float a = y[j], b = y[j + half];
+        y[j] = a + b;
+        y[j + half] = a - b;
+      }
+  const float part = 1.0f / static_cast<float>(group);  // a power of two: exact
+  for (int64_t i = 0; i < group; ++i) y[i] *= part;
+}
+
+// Codes of one group at `scale` as one byte each; returns the squared error.
+DSTGI_INLINE float nearest_levels(const float* y, int64_t group, float scale, uint8_t* codes) {
+  const F32 step = set1(scale > 0.0f ? scale : 1.0f), levels = load(LEVELS);
+  F32 error = zero();
+  for (int64_t i = 0; i < group; i += LANES) {
+    const F32 value = load(y + i), steps = div(value, step);
+    const F32 magnitude = as_float(iand(as_int(steps), iset1(MAGNITUDE)));
+    I32 index = izero();
+    for (const float middle : MIDDLES) index = count_above(index, magnitude, set1(middle));
+    // 8 + index above 0, else 7 - index.
+    const I32 positive = count_above(izero(), steps, zero());
+    const I32 code = iadd(imul(positive, iadd(iadd(index, index), iset1(1))), iadd(iset1(7), imul(index, iset1(-1))));
+    store_u8(codes + i, code);
+    const F32 off = sub(value, mul(lookup(levels, code), set1(scale)));
+    error = i == 0 ? mul(off, off) : add(error, mul(off, off));
+  }
+  return sum_lanes(error);
+}
+
+// INT4: one group of clamped x; returns the byte of its scale.
+DSTGI_INLINE uint8_t store_rotated(const float* x, int64_t group, uint8_t* packed) {
+  alignas(64) float y[MAX_ROTATED];
+  rotate(x, group, y);
+  const int32_t bits = largest_bits(y, group);
+  if (bits > INFINITE) {
+    std::memset(packed, 0x77, group / 2);
+    return NAN_BYTE;
+  }
+  const int first = (to_half_towards(float_of(bits) / 127.0f * SCALE_UNIT, true) + 127) >> 7;
+  uint8_t codes[2][MAX_ROTATED], kept = 0;
+  float smallest = 0.0f;
+  int best = 0;
+  for (int trial = 0; trial < SCALE_TRIALS; ++trial) {
+    const uint8_t byte = static_cast<uint8_t>(first > trial ? first - trial : 0);
+    const float error = nearest_levels(y, group, int4_scale(byte), codes[1 - best]);
+    if (trial > 0 && !(error < smallest)) continue;
+    best = 1 - best;
+    smallest = error;
+    kept = byte;
+  }
+  for (int64_t i = 0; i < group / 2; ++i)
+    packed[i] = static_cast<uint8_t>(codes[best][i] | codes[best][group / 2 + i] << 4);
+  return kept;
+}
+
+void store_quantised(const LatentPages& p, const float* x, char* row, char* scales) {
+  alignas(64) float part[128];
+  for (int64_t at = 0; at < p.rank; at += p.group) {
+    for (int64_t i = 0; i < p.group; i += LANES) store(part + i, clamp_half(load(x + at + i)));
+    if (p.mode == L_INT4)
+      reinterpret_cast<uint8_t*>(scales)[at / p.group] =
+          store_rotated(part, p.group, reinterpret_cast<uint8_t*>(row) + at / 2);
+    else
+      reinterpret_cast<uint16_t*>(scales)[at / p.group] =
+          store_scaled(part, p.group, p.mode == L_FP8, reinterpret_cast<uint8_t*>(row) + at);
+  }
+}
+
+void store_plain(int64_t mode, const float* x, int64_t width, char* to) {
+  if (mode == L_FLOAT32)
+    std::memcpy(to, x, width * sizeof(float));
+  else if (mode == L_FLOAT16)
+    store_halves(x, width, reinterpret_cast<uint16_t*>(to));
+  else
+    store_bf16(x, width, reinterpret_cast<uint16_t*>(to));
+}
+
+}  // namespace
+}  // namespace dstgi
+
+// latent [t] rows of `rank`, rope [t] rows of `rope_dim`; rows lie `_row` floats apart.
+DSTGI_API void dstgi_latent_write(const LatentPages* pages, const float* latent, const float* rope,
+                                  const int64_t* slots, int64_t t, int64_t latent_row, int64_t rope_row,
+                                  int64_t num_threads) {
+  using namespace dstgi;
+  const LatentPages& p = *pages;
+  const int64_t row_bytes = latent_row_bytes(p), rope_bytes = p.rope_dim * (p.mode == L_FLOAT32 ? 4 : 2);
+  const int64_t scale_bytes = p.mode < L_INT8 ? 0 : p.rank / p.group * (p.mode == L_INT4 ? 1 : 2);
+  by_rows(t, p.rank + p.rope_dim, num_threads, [&](int64_t i) {
+    if (slots[i] < 0) return;
+    const int64_t page = slots[i] / p.block_size * p.page_stride, place = slots[i] % p.block_size;
+    store_plain(p.mode, rope + i * rope_row, p.rope_dim, p.rope + page + place * rope_bytes);
+    char* row = p.latent + page + place * row_bytes;
+    if (p.mode < L_INT8)
+      store_plain(p.mode, latent + i * latent_row, p.rank, row);
+    else
+      store_quantised(p, latent + i * latent_row, row, p.scale + page + place * scale_bytes);
+  });
+}
