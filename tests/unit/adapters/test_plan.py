@@ -173,7 +173,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3-awq": {"family": "qwen3", "quant": "awq-gemm", "not_converted": ["mlp.down_proj"]},
     "deepseek_v2": {"family": "deepseek_v2", "dtype": torch.float32},
     "deepseek_v3": {"family": "deepseek_v3", "quant": "awq-gemm", "config": {"attention_bias": True}},
-    "v3-fp8": {"family": "deepseek_v3", "quant": "fp8", "dtype": torch.bfloat16},
+    "v3-fp8": {"family": "deepseek_v3", "quant": "fp8", "block": (32, 32), "dtype": torch.bfloat16},
     "v2-gptq": {"family": "deepseek_v2", "quant": "gptq", "ordered": True},
     "llama-ct-fp8": {"family": "llama", "quant": "ct-fp8", "block": (64, 64)},
 }
