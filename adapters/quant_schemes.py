@@ -5,7 +5,6 @@ No torch here and no file: how a config says it is read by `quant_settings`, wha
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ Shape = tuple[int, ...]
 StoredTensors = tuple[tuple[str, str, Shape], ...]
 """Suffix, dtype and shape of each tensor of a module."""
 
-_ITEM_BYTES = {"int32": 4, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 _MAX_PATTERN, _MAX_REPEATS, _MAX_NAME = 200, 3, 256
 _REPEATED_GROUP = re.compile(r"\)\s*[*+{]|\(\?|\\\d")
 _NEVER_QUANTISED = ("embed_tokens", "gate")
@@ -175,20 +173,6 @@ class QuantSettings:
         if self.excludes(module) or name in _NEVER_QUANTISED or (name == head and not self.packs_head):
             return None
         return next((scheme for names, scheme in self.rules if names.covers(module)), None)
-
-
-def declared_format(
-    settings: QuantSettings, module: str, out_features: int, in_features: int, dtype: str = "bfloat16"
-) -> tuple[str, int]:
-    """Label and stored bytes, scales included, of a linear layer by the config alone: the best guess there is.
-
-    `dtype` is that of layers left alone. Stored tensors, where there are any, decide.
-    """
-    scheme = settings.scheme(module)
-    if scheme is None:
-        return dtype, out_features * in_features * _ITEM_BYTES[dtype]
-    tensors = scheme.tensors(out_features, in_features)
-    return scheme.label, sum(math.prod(shape) * _ITEM_BYTES[kind] for _, kind, shape in tensors)
 
 
 def _compiled(text: str) -> re.Pattern[str] | None:

@@ -62,7 +62,7 @@ def quantize_rtn(src: Path, out: Path, group_size: int | None = None, progress: 
     named) or an `out` that exists, `ResourceError` if the disk is full. On any error nothing is left behind.
     """
     config = read_model_config(src)
-    if config.quantization.layout is not None:
+    if config.quantization.schemes:
         raise CheckpointError(
             f"{src}: is quantised already ({config.quantization.method}); expected a dense checkpoint"
         )

@@ -1,14 +1,15 @@
-"""What a config declares of each module: lists, patterns, groups of targets, and the best guess of format and bytes."""
+"""What a config declares of each module: lists, patterns, groups of targets, and the tensors it is stored as."""
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepseek_tgi.adapters.quant_schemes import Fp8Scheme, Int4Scheme, NameList, declared_format
+from deepseek_tgi.adapters.quant_schemes import Fp8Scheme, Int4Scheme, NameList
 from deepseek_tgi.adapters.quant_settings import QuantSettings, read_quant_settings
 from deepseek_tgi.errors import CheckpointError, UnsupportedModelError
 
@@ -164,21 +165,23 @@ def test_groups_that_are_not_read_are_refused_by_name(
         settings(compressed(group))
 
 
+ITEM_BYTES = {"int32": 4, "float32": 4, "float16": 2, "float8_e4m3fn": 1}
+
+
 @pytest.mark.parametrize(
-    ("quantization", "module", "label", "num_bytes"),
+    ("quantization", "label", "num_bytes"),
     [
         # 256 x 512: codes, float16 scales for 4 groups, packed zeros, indices of groups; or one byte and 2 x 4 blocks.
-        (None, "mlp.up_proj", "bfloat16", 256 * 512 * 2),
-        (AWQ, "mlp.up_proj", "int4-g128", 256 * 512 // 2 + 256 * 4 * 2 + 256 * 4 // 2),
-        ({**AWQ, "zero_point": False}, "mlp.up_proj", "int4-g128", 256 * 512 // 2 + 256 * 4 * 2),
-        (GPTQ, "mlp.up_proj", "int4-g128", 256 * 512 // 2 + 256 * 4 * 2 + 256 * 4 // 2 + 512 * 4),
-        ({**AWQ, "group_size": -1}, "mlp.up_proj", "int4-row", 256 * 512 // 2 + 256 * 2 + 256 // 2),
-        (FP8, "mlp.up_proj", "fp8-128x128", 256 * 512 + 2 * 4 * 4),
-        ({"quant_method": "fp8"}, "mlp.up_proj", "fp8", 256 * 512 + 256 * 4),
-        (FP8, "mlp.gate", "bfloat16", 256 * 512 * 2),
+        (AWQ, "int4-g128", 256 * 512 // 2 + 256 * 4 * 2 + 256 * 4 // 2),
+        ({**AWQ, "zero_point": False}, "int4-g128", 256 * 512 // 2 + 256 * 4 * 2),
+        (GPTQ, "int4-g128", 256 * 512 // 2 + 256 * 4 * 2 + 256 * 4 // 2 + 512 * 4),
+        ({**AWQ, "group_size": -1}, "int4-row", 256 * 512 // 2 + 256 * 2 + 256 // 2),
+        (FP8, "fp8-128x128", 256 * 512 + 2 * 4 * 4),
+        ({"quant_method": "fp8"}, "fp8", 256 * 512 + 256 * 4),
     ],
 )
-def test_the_guess_from_a_config_alone(
-    quantization: dict[str, Any] | None, module: str, label: str, num_bytes: int
-) -> None:
-    assert declared_format(settings(quantization), LAYER + module, 256, 512) == (label, num_bytes)
+def test_a_scheme_knows_its_tensors(quantization: dict[str, Any], label: str, num_bytes: int) -> None:
+    scheme = settings(quantization).scheme(f"{LAYER}mlp.up_proj")
+    assert scheme is not None
+    assert scheme.label == label
+    assert sum(math.prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in scheme.tensors(256, 512)) == num_bytes
