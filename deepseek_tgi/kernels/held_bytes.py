@@ -96,8 +96,8 @@ class HeldBytes:
         return rows * (in_features + -(-in_features // block) * 4)
 
     def up_projection(self, out_features: int, in_features: int) -> int:
-        """The up-projection of latent attention, `[H * (Dn + Dv), R]`."""
-        return out_features * in_features * 4
+        """The up-projection of latent attention, `[H * (Dn + Dv), R]`; value heads of whole vector lanes."""
+        return out_features * in_features * (2 if self.kernels == "native" and self._narrow else 4)
 
     def _dense_item(self, dtype: str) -> int:
         """Bytes of an item as kept."""
