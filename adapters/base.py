@@ -29,6 +29,8 @@ class LoadOptions:
     """How to load; every field has the value that works on a plain machine.
 
     `dtype` and `kv_cache_dtype` take `auto` or a name; `kernels` takes `auto`, `native`, `torch` or `reference`;
+    `mla_prefill` is how latent attention reads a prompt (`kernels.latent_attention`): `absorbed` (the same bits however
+    the prompt is cut into chunks), `expanded`, or `auto`;
     `num_threads` 0 means "this rank's share of what the process may use". Ranks meet at `master_addr:master_port`.
     `rope_scaling`/`rope_factor` are TGI's overrides.
     """
@@ -39,6 +41,7 @@ class LoadOptions:
     block_size: int = 16
     device: str = "cpu"
     kernels: str = "auto"
+    mla_prefill: str = "auto"
     num_threads: int = 0
     rank: int = 0
     world_size: int = 1

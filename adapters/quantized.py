@@ -79,7 +79,8 @@ class QuantizedModelAdapter(ModelAdapter):
         kernels = select_kernels(options.device, compute, options.kernels, _threads(options))
         group = _join(options)
         share = Share(shards, options.rank) if group is not None else None
-        decoder = load_decoder(local, checkpoint, WeightSource(plan, kernels, share, group), options.progress)
+        source = WeightSource(plan, kernels, share, group, latent_form=options.mla_prefill)
+        decoder = load_decoder(local, checkpoint, source, options.progress)
         info = _describe(model_id, config, kernels, decoder, plan.label)
         return cls(decoder, tokenizer, info, layout, group)
 

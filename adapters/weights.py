@@ -20,7 +20,8 @@ from deepseek_tgi.adapters.parallel import RankGroup
 from deepseek_tgi.adapters.quantization import QuantPlan
 from deepseek_tgi.adapters.sharding import Share
 from deepseek_tgi.adapters.weight_forms import DenseWeight, Fp8Weight, Int4Weight, Weight, fuse
-from deepseek_tgi.errors import CheckpointError
+from deepseek_tgi.errors import CheckpointError, ConfigError
+from deepseek_tgi.kernels.latent_attention import FORMS
 from deepseek_tgi.kernels.moe import Expert
 from deepseek_tgi.kernels.route import GroupRank, Routing
 from deepseek_tgi.kernels.select import KernelSet
@@ -30,14 +31,23 @@ class WeightSource:
     """Reads modules of one checkpoint by name and packs them for `kernels`. Used while loading only.
 
     With several ranks, who asks names the sizes of its own `share`, and gets that part of each module.
-    `formats` counts the modules by how they were stored.
+    `formats` counts the modules by how they were stored; `latent_form` is how latent attention prefills.
     """
 
     def __init__(
-        self, plan: QuantPlan, kernels: KernelSet, share: Share | None = None, group: RankGroup | None = None
+        self,
+        plan: QuantPlan,
+        kernels: KernelSet,
+        share: Share | None = None,
+        group: RankGroup | None = None,
+        *,
+        latent_form: str = "auto",
     ) -> None:
+        if latent_form not in FORMS:
+            raise ConfigError(f"mla_prefill: got {latent_form!r}, expected one of {', '.join(FORMS)}")
         self.kernels = kernels
         self.group = group
+        self.latent_form = latent_form
         self.formats: Counter[str] = Counter()
         self._plan = plan
         self._share = share

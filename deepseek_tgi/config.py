@@ -41,6 +41,7 @@ QUANTIZERS = (
     *("bitsandbytes-fp4", "fp8"),
 )
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8_e4m3fn", "fp8_e5m2")
+MLA_PREFILL = ("auto", "absorbed", "expanded")
 LOG_LEVELS = ("off", "error", "warn", "warning", "info", "debug", "trace")
 
 MODEL, LIMITS, HTTP, SHARDS, CACHE, TELEMETRY, OTHER = (
@@ -76,6 +77,9 @@ class LauncherConfig:
     kv_memory: int | None = _own(byte_size, "memory for the KV cache: auto or a size such as 4GiB", "KV_MEMORY")
     kernels: str | None = _own(
         choice("auto", "native", "torch", "reference"), "auto, native, torch or reference", "KERNELS"
+    )
+    mla_prefill: str | None = _own(
+        choice(*MLA_PREFILL), "form of DeepSeek's attention in prefill: auto, absorbed or expanded", "MLA_PREFILL"
     )
     num_threads: int | None = _own(integer(0, 4096), "CPU threads of a shard, 0 for what it may use", "NUM_THREADS")
 
@@ -251,6 +255,9 @@ class ShardConfig:
     kv_memory: int = _env(byte_size, "bytes for the KV cache, 0 to measure", OWN_PREFIX + "KV_MEMORY", default=0)
     kernels: str = _env(
         choice("auto", "native", "torch", "reference"), "kernels", OWN_PREFIX + "KERNELS", default="auto"
+    )
+    mla_prefill: str = _env(
+        choice(*MLA_PREFILL), "form of latent attention in prefill", OWN_PREFIX + "MLA_PREFILL", default="auto"
     )
     num_threads: int = _env(
         integer(0, 4096), "CPU threads, 0 for what we may use", OWN_PREFIX + "NUM_THREADS", default=0

@@ -58,6 +58,7 @@ class Mla(Part):
         self._rope = source.kernels.rope
         self._write = source.kernels.latent_write
         self._attend = source.kernels.latent_attention
+        self._form = source.latent_form
         self._scale = spec.qk_head_dim**-0.5 * softmax_factor(config.rope)
         self._heads = weights.up.num_heads
         first = spec.q_lora_rank or self._heads * spec.qk_head_dim
@@ -140,7 +141,7 @@ class Mla(Part):
         self._rope(q, rope_head, step.inputs.positions, step.cos_sin)
         pages = step.latent_pages(self._layer)
         self._write(pages, latent, rope, step.inputs.slots)
-        self._attend(q, pages, w.up, step.inputs, scale=self._scale, out=context)
+        self._attend(q, pages, w.up, step.inputs, scale=self._scale, out=context, form=self._form)
         w.output(context_rows, hidden, hidden)
 
 

@@ -108,6 +108,7 @@ def shard_environment(plan: Plan, rank: int) -> dict[str, str]:
         DEEPSEEK_TGI_BLOCK_SIZE=config.block_size,
         DEEPSEEK_TGI_KV_MEMORY=config.kv_memory,
         DEEPSEEK_TGI_KERNELS=config.kernels,
+        DEEPSEEK_TGI_MLA_PREFILL=config.mla_prefill,
         DEEPSEEK_TGI_NUM_THREADS=config.num_threads,
         DEEPSEEK_TGI_STOP_TIMEOUT=_stop_timeout(plan),
     )

@@ -26,6 +26,7 @@ def load_options(config: ShardConfig) -> LoadOptions:
         kv_cache_dtype=config.kv_cache_dtype or "auto",
         block_size=config.block_size,
         kernels=config.kernels,
+        mla_prefill=config.mla_prefill,
         num_threads=config.num_threads,
         rank=config.rank,
         world_size=config.world_size,

@@ -79,6 +79,7 @@ def test_a_shards_environment() -> None:
         ({"disable_custom_kernels": True}, {"DISABLE_CUSTOM_KERNELS": "True"}),
         ({"graceful_termination_timeout": 30}, {"DEEPSEEK_TGI_STOP_TIMEOUT": "28"}),
         ({"graceful_termination_timeout": 1}, {"DEEPSEEK_TGI_STOP_TIMEOUT": "0"}),
+        ({"mla_prefill": "absorbed"}, {"DEEPSEEK_TGI_MLA_PREFILL": "absorbed"}),
         ({"kv_memory": 1024, "block_size": 32}, {"DEEPSEEK_TGI_KV_MEMORY": "1024", "DEEPSEEK_TGI_BLOCK_SIZE": "32"}),
     ],
 )
