@@ -50,7 +50,7 @@ class Layer:
     def bytes_touched(self, ids: torch.Tensor) -> int:
         """Bytes of the weights of the different experts in `ids`, and of the shared one."""
         assert self.experts.shared is not None
-        chosen = [self.experts.experts[expert] for expert in ids.unique().tolist()]
+        chosen = [self.experts.experts[expert] for expert in set(ids.flatten().tolist())]
         return sum(expert.nbytes for expert in (*chosen, self.experts.shared))
 
 

@@ -78,10 +78,13 @@ class PackedExperts:
         expected = [(2 * expert.inner_size, hidden), (hidden, expert.inner_size)]
         if got != expected:
             raise ConfigError(f"expert {index}: gate_up and down are {got}, expected {expected}")
-        if expert.order is not None and expert.order.dtype is not torch.int32:
-            raise ConfigError(f"expert {index}: got {describe('order', expert.order)}, expected [{hidden}] int32")
-        if expert.order is not None and sorted(expert.order.tolist()) != list(range(hidden)):
-            raise ConfigError(f"expert {index}: {describe('order', expert.order)} is no order of {hidden} inputs")
+        order = expert.order
+        if order is None:
+            return
+        if order.dtype is not torch.int32 or not order.is_contiguous():
+            raise ConfigError(f"expert {index}: got {describe('order', order)}, expected [{hidden}] int32, contiguous")
+        if sorted(order.tolist()) != list(range(hidden)):
+            raise ConfigError(f"expert {index}: {describe('order', order)} is no order of {hidden} inputs")
 
 
 class PackExperts(Protocol):

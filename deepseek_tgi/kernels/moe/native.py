@@ -16,6 +16,9 @@ from deepseek_tgi.kernels.expert_scratch import digit_floats
 from deepseek_tgi.kernels.library import DenseWeight, ExpertWeights, LayerExperts, NativeLibrary, QuantWeight
 from deepseek_tgi.kernels.moe import Expert, Moe, Packed, PackedExperts, check_moe, take_scratch
 
+READING = 4
+"""Rows whose products take as long as reading the weights (`ROW_WORTH` of native/moe.cpp)."""
+
 
 class NativeExperts(PackedExperts):
     """Experts and the C structs that describe them; `address` is the layer's."""
@@ -32,7 +35,6 @@ class NativeExperts(PackedExperts):
             ctypes.addressof(self._rows), ctypes.addressof(self._layouts),
         )  # fmt: skip
         self.address = ctypes.addressof(self._struct)
-        self.products_per_choice = 3 * self.hidden_size * self.sizes.inner
         self._sizes = replace(
             self.sizes,
             layouts=max(1, len(layouts)),
@@ -41,6 +43,12 @@ class NativeExperts(PackedExperts):
             shared_digits=0 if shared is None else _digits(shared.down),
         )
         self._asked = (0, 0, 0)
+
+    def work(self, num_tokens: int, top_k: int) -> int:
+        """Multiply-adds of a call, reading a weight counted as as many as take the same time."""
+        choices, sizes = num_tokens * top_k, self.sizes
+        routed = sizes.inner * (choices + READING * min(choices, sizes.num_experts))
+        return 3 * sizes.hidden * (routed + sizes.shared * (num_tokens + READING))
 
     def scratch_floats(self, num_tokens: int, top_k: int) -> int:
         """See `PackedExperts`. Remembers the last answer: a step asks once a layer."""
@@ -110,7 +118,7 @@ class MoeOp:
         check_moe(x, ids, weights, experts, out)
         tokens, top_k = ids.shape
         scratch = take_scratch(scratch, experts.scratch_floats(tokens, top_k))
-        self.library.handle(tokens * top_k * experts.products_per_choice).dstgi_moe(
+        self.library.handle(experts.work(tokens, top_k)).dstgi_moe(
             experts.address, x.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, out.data_ptr(),
             scratch.data_ptr(),
         )  # fmt: skip
