@@ -24,10 +24,10 @@ from deepseek_tgi.adapters.awq.format import (
     SYMMETRIC_ZERO,
     AwqFormat,
 )
-from deepseek_tgi.adapters.awq.unpack import sorted_by_group, stored_nibbles, unpack
+from deepseek_tgi.adapters.awq.unpack import Stored, sorted_by_group, stored_nibbles, stored_part, unpack
 from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.quant_schemes import Int4Scheme, QuantSettings
-from deepseek_tgi.adapters.weight_forms import Int4Weight
+from deepseek_tgi.adapters.weight_forms import Int4Weight, Part, Weight
 from deepseek_tgi.errors import CheckpointError
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -80,8 +80,14 @@ class Int4Reader:
         own = self._scheme(module)
         return replace(own, group_size=own.group_size if own.group_size == -1 else size)
 
-    def read(self, module: str, shape: tuple[int, int]) -> Int4Weight:
-        """Read a layer of `shape (N, K)` without its bias. Raises `CheckpointError` naming what does not fit."""
+    def sorts_inputs(self, module: str, in_features: int) -> bool:
+        """True if a packed layer's inputs are sorted by group (activation order)."""
+        return self._read_group_index(module, in_features, self._group_size(module, in_features)) is not None
+
+    def read(self, module: str, shape: tuple[int, int], part: Part | None = None) -> Weight:
+        """Read a layer of `shape (N, K)` without its bias, or a part of it, of which no more is unpacked if words and
+        groups allow it. Raises `CheckpointError` naming what does not fit.
+        """
         layout, checkpoint, prefix = self._layout, self._checkpoint, f"{module}."
         size = self._group_size(module, shape[1])
         self._check_layout(module, shape)
@@ -92,8 +98,23 @@ class Int4Reader:
         if not torch.isfinite(scales).all():
             raise CheckpointError(f"{checkpoint.folder}: tensor {prefix}{layout.scales} holds infinities or NaN")
         zeros = self._read_zeros(module, shape, size)
+        if part is not None and index is None and (own := self._part((weight, zeros, scales), shape, part, size)):
+            return own
         packed = unpack(layout, weight, zeros, scales, shape, group_size=size)
-        return packed if index is None else sorted_by_group(packed, index)
+        whole = packed if index is None else sorted_by_group(packed, index)
+        return whole if part is None else part.of(whole)
+
+    def _part(self, stored: Stored, shape: tuple[int, int], part: Part, size: int) -> Int4Weight | None:
+        """`part` unpacked alone, None if its borders are none of the stored ones."""
+        inputs, own_shape = part.inputs, (len(part.outputs), len(part.inputs))
+        if size == shape[1]:
+            groups, size = range(1), len(inputs)
+        elif inputs.start % size == 0 and (inputs.stop % size == 0 or inputs.stop == shape[1]):
+            groups = range(inputs.start // size, -(-inputs.stop // size))
+        else:
+            return None
+        own = stored_part(self._layout, stored, part, groups)
+        return None if own is None else unpack(self._layout, *own, own_shape, group_size=size)
 
     def _scheme(self, module: str) -> Int4Scheme:
         """What the config says of a layer that is packed: its own scheme, or the first one if it has none."""

@@ -24,6 +24,9 @@ import torch.distributed as dist
 from deepseek_tgi.errors import DeviceError
 
 EXIT_S = 0.5
+SWAP_TAG = 1
+SWAPPED_FLOATS = 1 << 16
+"""Up to here a swap takes less time than gloo's all-reduce (80 us to 205 for one row, 170 to 270 at the bound)."""
 Start = Callable[[], Any]
 """Begins an exchange; what it returns can be waited for."""
 
@@ -65,6 +68,7 @@ class RankGroup:
         self._group = group
         self._processes = processes
         self._lost: str | None = None
+        self._theirs = torch.empty(SWAPPED_FLOATS)
 
     @property
     def first(self) -> bool:
@@ -72,8 +76,15 @@ class RankGroup:
         return self.rank == 0
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace `tensor` (dense, any shape) by its sum over all ranks; the bits are the same on each."""
-        self._wait("all_reduce", lambda: self._group.allreduce([tensor]))
+        """Replace `tensor` (dense, any shape) by its sum over all ranks; the bits are the same on each.
+
+        Two ranks simply swap what is short, which halves the messages that follow one another: a token's sums are
+        bound by their time. a + b and b + a are the same bits.
+        """
+        if self.world_size == 2 and tensor.numel() <= SWAPPED_FLOATS:
+            tensor += self._swap(tensor)
+        else:
+            self._wait("all_reduce", lambda: self._group.allreduce([tensor]))
 
     def gather_columns(self, own: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """`[R, sum(widths)]` from every rank's `own [R, widths[rank]]`, in rank order."""
@@ -113,6 +124,19 @@ class RankGroup:
     def close(self) -> None:
         """Leave."""
         self.break_up(f"rank {self.rank} has left the group")
+
+    def _swap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The other rank's tensor, in memory that the next swap takes again."""
+        other = 1 - self.rank
+        theirs = self._theirs[: tensor.numel()].view(tensor.shape)
+
+        def start() -> Any:
+            sent = self._group.send([tensor], other, SWAP_TAG)
+            self._group.recv([theirs], other, SWAP_TAG).wait()
+            return sent
+
+        self._wait("all_reduce", start)
+        return theirs
 
     def _wait(self, name: str, start: Start) -> None:
         if self._lost is not None:

@@ -24,7 +24,7 @@ from deepseek_tgi.adapters.fp8_reader import CODE_DTYPES, Fp8Reader
 from deepseek_tgi.adapters.int4_reader import FLOAT_DTYPES, PACKED_SUFFIXES, Int4Reader
 from deepseek_tgi.adapters.model_config import ModelConfig
 from deepseek_tgi.adapters.quant_schemes import QuantSettings, Scheme
-from deepseek_tgi.adapters.weight_forms import DenseWeight, Weight
+from deepseek_tgi.adapters.weight_forms import DenseWeight, Part, Weight
 from deepseek_tgi.errors import CheckpointError
 
 __all__ = ["FLOAT_DTYPES", "QuantPlan", "resolve"]
@@ -110,8 +110,10 @@ class QuantPlan:
                 assert reader is not None, "refused above"
                 reader.check(module)
 
-    def linear(self, module: str, out_features: int, in_features: int, bias: bool | None = None) -> Weight:
-        """Read one linear layer in the form it is stored in.
+    def linear(
+        self, module: str, out_features: int, in_features: int, bias: bool | None = None, part: Part | None = None
+    ) -> Weight:
+        """Read one linear layer in the form it is stored in, or `part` of it with the bias of its outputs.
 
         `bias` true requires one, false leaves a stored one unread, None takes it if it is there. Packed layers own
         their memory; 8-bit floats and dense tensors are views of the mapped file.
@@ -119,16 +121,27 @@ class QuantPlan:
         """
         wants_bias = bias if bias is not None else f"{module}.bias" in self.checkpoint
         bias_tensor = self.tensor(f"{module}.bias", (out_features,)) if wants_bias else None
+        if bias_tensor is not None and part is not None:
+            bias_tensor = bias_tensor[part.outputs.start : part.outputs.stop]
         shape = (out_features, in_features)
         if self._int4 is not None and self._int4.stores(module):
-            return replace(self._int4.read(module, shape), bias=bias_tensor)
+            return replace(self._int4.read(module, shape, part), bias=bias_tensor)
         if self._fp8 is not None and self._fp8.stores(module):
-            return replace(self._fp8.read(module, shape), bias=bias_tensor)
+            whole: Weight = self._fp8.read(module, shape)
+        else:
+            whole = self._dense(module, shape)
+        return replace(whole if part is None else part.of(whole), bias=bias_tensor)
+
+    def sorts_inputs(self, module: str, in_features: int) -> bool:
+        """True if `module` is stored with its inputs in another order than they come in."""
+        return self._int4 is not None and self._int4.stores(module) and self._int4.sorts_inputs(module, in_features)
+
+    def _dense(self, module: str, shape: tuple[int, int]) -> DenseWeight:
         weight = self.tensor(f"{module}.weight", shape)
         expected = self.settings.open_ended or self.settings.excludes(module) or module.endswith(_NEVER_CONVERTED)
         if self.settings.schemes and not expected:
             self._say_once("dense", "%s is stored dense though not listed as such; it is read dense", module)
-        return DenseWeight(weight, bias_tensor)
+        return DenseWeight(weight)
 
     def judge(self, module: str, shape: tuple[int, int]) -> Scheme | None:
         """How the linear layer `module` is stored, by its headers alone; None: not quantised.

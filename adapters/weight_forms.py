@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["DenseWeight", "Fp8Weight", "Int4Weight", "Weight", "fuse"]
+__all__ = ["DenseWeight", "Fp8Weight", "Int4Weight", "Part", "Weight", "fuse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +201,22 @@ class DenseWeight:
 
 
 Weight = Int4Weight | Fp8Weight | DenseWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds of a layer."""
+
+    outputs: range
+    inputs: range
+
+    def of(self, weight: Weight) -> Weight:
+        """That part of the whole layer, without its bias where inputs are cut."""
+        if len(self.outputs) < weight.out_features:
+            weight = weight.rows(self.outputs.start, self.outputs.stop)
+        if len(self.inputs) < weight.in_features:
+            weight = weight.columns(self.inputs.start, self.inputs.stop)
+        return weight
 
 
 def fuse(parts: Sequence[Weight]) -> Weight | None:

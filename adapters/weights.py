@@ -19,7 +19,7 @@ from deepseek_tgi.adapters.model_config import ModelConfig
 from deepseek_tgi.adapters.parallel import RankGroup
 from deepseek_tgi.adapters.quantization import QuantPlan
 from deepseek_tgi.adapters.sharding import Share
-from deepseek_tgi.adapters.weight_forms import DenseWeight, Fp8Weight, Int4Weight, Weight, fuse
+from deepseek_tgi.adapters.weight_forms import DenseWeight, Fp8Weight, Int4Weight, Part, Weight, fuse
 from deepseek_tgi.errors import CheckpointError, ConfigError
 from deepseek_tgi.kernels.latent_attention import FORMS
 from deepseek_tgi.kernels.moe import Expert
@@ -137,14 +137,20 @@ class WeightSource:
     def _read_gated(self, name: str, in_features: int, inner: int, bias: bool) -> tuple[Sequence[Weight], Weight]:
         """Gate with up, and down with its inputs in the order they are made, which is then cut between ranks."""
         last, names = f"{name}.down_proj", (f"{name}.gate_proj", f"{name}.up_proj")
-        down = self._whole(last, in_features, inner, bias)
-        if not isinstance(down, Int4Weight) or down.order is None:
-            self.formats.update((down.label,))
-            return self._read(names, (inner, inner), in_features, bias), self._own_inputs(last, down)
-        own = self._inputs(last, down)
-        order = down.order[own.start : own.stop]
-        gate_up = [self._whole(each, inner, in_features, bias).reordered(order) for each in names]
-        down = self._own_inputs(last, replace(down, order=None))
+        if not self._plan.sorts_inputs(last, in_features=self._shape(last, in_features, inner)[1]):
+            (down,) = self._read((last,), (in_features,), inner, bias)
+            return self._read(names, (inner, inner), in_features, bias), down
+        whole = self._plan.linear(last, *self._shape(last, in_features, inner), bias)
+        assert isinstance(whole, Int4Weight), "only packed layers are sorted"
+        assert whole.order is not None, "the plan says that it is"
+        down, order = replace(whole, order=None), whole.order
+        if self._share is not None:
+            own = self._share.inputs(last)
+            order = order[own.start : own.stop]
+            bias_once = whole.bias if self._rank == 0 else None
+            down = replace(down.columns(own.start, own.stop), bias=bias_once)
+        wholes = [self._plan.linear(each, *self._shape(each, inner, in_features), bias) for each in names]
+        gate_up = [each.reordered(order) for each in wholes]
         self.formats.update(w.label for w in (*gate_up, down))
         return self._fused(gate_up), down
 
@@ -160,7 +166,7 @@ class WeightSource:
         biases = [bias] * len(names) if isinstance(bias, bool) else bias
         weights = []
         for index, (name, width, has_bias) in enumerate(zip(names, widths, biases, strict=True)):
-            weight = self._own(name, self._whole(name, width, in_features, has_bias))
+            weight = self._own(name, width, in_features, has_bias)
             assert (weight.out_features, weight.in_features) == (width, in_features), name
             order = rows[index] if rows else None
             weights.append(weight if order is None else weight.reordered(order))
@@ -171,27 +177,18 @@ class WeightSource:
         fused = fuse(weights)
         return weights if fused is None else [fused]
 
-    def _whole(self, name: str, out_features: int, in_features: int, bias: bool) -> Weight:
-        """The module as it is stored, all ranks' parts; the sizes are those of this rank's."""
-        shape = (out_features, in_features) if self._share is None else self._share.shape(name)
-        return self._plan.linear(name, *shape, bias)
+    def _shape(self, name: str, out_features: int, in_features: int) -> tuple[int, int]:
+        """Of the module as it is stored, all ranks' parts; the sizes given are those of this rank's."""
+        return (out_features, in_features) if self._share is None else self._share.shape(name)
 
-    def _own(self, name: str, weight: Weight) -> Weight:
+    def _own(self, name: str, out_features: int, in_features: int, bias: bool) -> Weight:
         """This rank's part of the module."""
-        if self._share is not None and len(own := self._share.outputs(name)) < weight.out_features:
-            weight = weight.rows(own.start, own.stop)
-        return self._own_inputs(name, weight)
-
-    def _own_inputs(self, name: str, weight: Weight) -> Weight:
-        own = self._inputs(name, weight)
-        if len(own) == weight.in_features:
-            return weight
-        part = weight.columns(own.start, own.stop)
-        # Parts are summed, so the bias must be in one of them only.
-        return replace(part, bias=weight.bias) if self._rank == 0 else part
-
-    def _inputs(self, name: str, weight: Weight) -> range:
-        return range(weight.in_features) if self._share is None else self._share.inputs(name)
+        if self._share is None:
+            return self._plan.linear(name, out_features, in_features, bias)
+        part = Part(self._share.outputs(name), self._share.inputs(name))
+        weight = self._plan.linear(name, *self._share.shape(name), bias, part)
+        # Parts over inputs are summed, so the bias must be in one of them only.
+        return weight if self._whole_inputs(name) or self._rank == 0 else replace(weight, bias=None)
 
     def _whole_inputs(self, name: str) -> bool:
         return self._share is None or len(self._share.inputs(name)) == self._share.shape(name)[1]

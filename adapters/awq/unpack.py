@@ -11,8 +11,9 @@ from dataclasses import replace
 import torch
 
 from deepseek_tgi.adapters.awq.format import GEMM, NIBBLES_PER_WORD, SYMMETRIC_ZERO, AwqFormat, Axis
-from deepseek_tgi.adapters.weight_forms import Int4Weight
+from deepseek_tgi.adapters.weight_forms import Int4Weight, Part
 
+Stored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 _ONE_EACH = 0x11111111
 """One in each nibble of a word."""
 
@@ -39,6 +40,35 @@ def unpack(
         unpacked_zeros = unpack_zeros(layout, zeros, grid)
     codes = _unpack_side(layout, weight, layout.weight_axis, shape)
     return whole_groups(codes, unpacked_zeros, stored_scales[:, : grid[1]], group_size)
+
+
+def stored_part(layout: AwqFormat, stored: Stored, part: Part, groups: range) -> Stored | None:
+    """`part` of a layer's weight, zeros (or None) and scales as they are stored, as views: nothing else is read.
+
+    `groups` are those of the part's inputs, which must be whole ones, or the one that spans all inputs. None if the
+    part begins within a word.
+    """
+    weight = _cut(layout, stored[0], layout.weight_axis, part.outputs, part.inputs)
+    zeros = None if stored[1] is None else _cut(layout, stored[1], layout.zeros_axis, part.outputs, groups)
+    scales = _cut(layout, stored[2], None, part.outputs, groups)
+    if weight is None or scales is None or (zeros is None) != (stored[1] is None):
+        return None
+    return weight, zeros, scales
+
+
+def _cut(
+    layout: AwqFormat, tensor: torch.Tensor, packed: Axis | None, outputs: range, inputs: range
+) -> torch.Tensor | None:
+    out, along = _words(outputs, packed is Axis.OUT), _words(inputs, packed is Axis.IN)
+    if out is None or along is None:
+        return None
+    return tensor[along, out] if layout.input_major else tensor[out, along]
+
+
+def _words(cut: range, packed: bool) -> slice | None:
+    """Where `cut` lies on a side that may be packed, None if it begins within a word. What is over is trimmed later."""
+    size = NIBBLES_PER_WORD if packed else 1
+    return None if cut.start % size else slice(cut.start // size, -(-cut.stop // size))
 
 
 def unpack_zeros(layout: AwqFormat, zeros: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:

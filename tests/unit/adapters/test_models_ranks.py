@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from builders import TinySpec
-from engine_driver import Collected, Driver
+from engine_driver import Collected, Driver, PlenteousMemory, warmup_request
 from ranks import FAMILIES, on_ranks, sharded, write_model
 from stepper import Stepper, relative_error
 
+from deepseek_tgi.adapters import quantized
 from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.core import CachedBatch, SamplingParams, StopRule
-from deepseek_tgi.engine.engine import EngineConfig
+from deepseek_tgi.engine.engine import Engine, EngineConfig, WarmupResult
+from deepseek_tgi.errors import ResourceError
 
 TEXT = [(11 * i + 5) % 270 for i in range(40)]
 CHUNKS = [17, 9]
@@ -122,3 +124,46 @@ def test_two_ranks_say_what_one_says_and_each_request_is_reported_once(tmp_path:
     assert found[3].ids == found[0].ids, "a used prefix changes nothing"
     for number, collected in expected.items():
         assert found[number].logprobs == pytest.approx(collected.logprobs, abs=1e-4 if cache == "float32" else 5e-2)
+
+
+def warm(adapter: Any, rank: int, available: int) -> WarmupResult | str:
+    """Limits of warm-up on a machine that `rank` sees so much memory of, or the error."""
+    engine = Engine(adapter, EngineConfig(rank=rank, world_size=2), memory=PlenteousMemory(available))
+    try:
+        return engine.warmup([warmup_request(64)], None, 64, 300)
+    except ResourceError as error:
+        return str(error)
+
+
+def test_ranks_have_as_many_blocks_as_the_one_with_least_memory_or_refuse_together(tmp_path: Path) -> None:
+    write_model(tmp_path, FAMILIES["llama 9/3"])  # a cache twice as wide on rank 0
+    with sharded(tmp_path, kernels="native", dtype="float32") as adapters:
+        widths = [adapter.kv_layout.bytes_per_token for adapter in adapters]
+        assert widths[0] == 2 * widths[1]
+        free = [[6 << 20, 1 << 30], [1 << 30, 6 << 20], [1 << 30, 1 << 30], [1 << 30, 1 << 16]]
+        found = [on_ranks(2, lambda rank, b=both: warm(adapters[rank], rank, b[rank])) for both in free]  # type: ignore[misc]
+    assert all(zero == one for zero, one in found[:3])
+    scarce, mirrored, plenty, short = (zero for zero, _ in found)
+    assert isinstance(scarce, WarmupResult)
+    assert isinstance(plenty, WarmupResult)
+    assert scarce == mirrored
+    assert scarce.max_supported_total_tokens < plenty.max_supported_total_tokens
+    assert isinstance(short, str)
+    assert found[3][0] == found[3][1], "no rank waits for one that has given up"
+
+
+def test_each_rank_takes_its_share_of_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path, FAMILIES["llama"])
+    taken = []
+    select = quantized.select_kernels
+    monkeypatch.setattr(quantized, "usable_threads", lambda: 5)
+
+    def noted(*arguments: Any) -> Any:
+        taken.append(arguments[3])
+        return select(*arguments)
+
+    monkeypatch.setattr(quantized, "select_kernels", noted)
+    for wish in (0, 3):
+        with sharded(tmp_path, kernels="torch", num_threads=wish):
+            pass
+    assert taken == [2, 2, 3, 3], "a wish is for each rank"

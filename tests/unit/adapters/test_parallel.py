@@ -16,7 +16,7 @@ import pytest
 import torch
 from ranks import on_ranks, unused_port
 
-from deepseek_tgi.adapters.parallel import RankGroup
+from deepseek_tgi.adapters.parallel import SWAPPED_FLOATS, RankGroup
 from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.errors import CheckpointError, ConfigError, DeviceError, ResourceError
 
@@ -37,18 +37,20 @@ def in_groups(world_size: int, work: Callable[[RankGroup], T], timeout_s: float 
     return on_ranks(world_size, run)
 
 
+@pytest.mark.parametrize("width", [1, 77, SWAPPED_FLOATS // 5, SWAPPED_FLOATS // 5 + 1])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_sums_are_right_and_the_same_bits_on_every_rank(world_size: int) -> None:
-    parts = torch.randn(world_size, 5, 77, generator=torch.Generator().manual_seed(0))
+def test_sums_are_right_and_the_same_bits_on_every_rank(world_size: int, width: int) -> None:
+    parts = torch.randn(world_size, 5, width, generator=torch.Generator().manual_seed(0))
 
     def summed(group: RankGroup) -> torch.Tensor:
         own = parts[group.rank].clone()
+        group.all_reduce(own)
         group.all_reduce(own)
         return own
 
     results = in_groups(world_size, summed)
     assert all(torch.equal(result, results[0]) for result in results)
-    assert torch.allclose(results[0], parts.double().sum(0).float(), atol=1e-5)
+    assert torch.allclose(results[0], world_size * parts.double().sum(0).float(), atol=1e-5)
 
 
 @pytest.mark.parametrize("widths", [(4, 4), (5, 2), (1, 3, 2)], ids=str)
