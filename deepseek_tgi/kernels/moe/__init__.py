@@ -83,7 +83,7 @@ class PackedExperts:
             return
         if order.dtype is not torch.int32 or not order.is_contiguous():
             raise ConfigError(f"expert {index}: got {describe('order', order)}, expected [{hidden}] int32, contiguous")
-        if sorted(order.tolist()) != list(range(hidden)):
+        if not torch.equal(order.sort().values, torch.arange(hidden, dtype=torch.int32)):
             raise ConfigError(f"expert {index}: {describe('order', order)} is no order of {hidden} inputs")
 
 
