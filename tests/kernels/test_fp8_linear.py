@@ -75,9 +75,10 @@ def test_a_weight_takes_one_byte_and_its_scales(kernels: KernelSet) -> None:
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(native: KernelSet, shape: tuple[int, int, int]) -> None:
     codes, scales = weight(*shape)
     packed = native.pack_fp8(codes, scales, shape[2])
-    x = torch.randn(20, shape[1])
+    # Either side of where blocks are decoded once for all rows, and of how many rows share them.
+    x = torch.randn(110, shape[1])
     whole = native.dense_linear(x, packed)
-    for rows in ROWS[1:]:
+    for rows in (1, 6, 12, 13, 97):
         assert torch.equal(native.dense_linear(x[-rows:].contiguous(), packed), whole[-rows:]), rows
 
 

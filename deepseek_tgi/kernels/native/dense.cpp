@@ -1,4 +1,4 @@
-// Linear layers with float32, bfloat16, float16 or float8 weights and float32 activations: nothing is rounded but the sums.
+// Linear layers with float32, bfloat16, float16 or float8 weights and float32 activations: only sums are rounded.
 //
 // Layout: tiles of 32 outputs; [k][32], but bfloat16 [k / 2][2][16] with k even in the low half of a word and k odd in the
 // high one, so that a shift or a mask makes the float32. Each output has two running sums, even and odd k, added
@@ -91,50 +91,121 @@ void rows_by_tile(const Call& c, int64_t row, int64_t tile) {
 
 constexpr float E4M3_FACTOR = 256.0f;  // what `load_e4m3` leaves out
 
+// The float8 weights of one k come from their codes, or from a panel of them decoded before.
+DSTGI_INLINE void load_row8(const uint8_t* codes, int64_t k, F32* q) { load_e4m3_twice(codes + k * TILE, q); }
+DSTGI_INLINE void load_row8(const float* panel, int64_t k, F32* q) {
+  for (int v = 0; v < 2; ++v) q[v] = load(panel + k * TILE + v * LANES);
+}
+
+// One block of `width` inputs and R rows: even and odd sums, added, scaled and folded into `totals` [r][v].
+template <int R, class Weights>
+DSTGI_INLINE void float8_block(const Weights* weights, int64_t width, const float* x, int64_t x_stride,
+                               const float* scales, F32* totals) {
+  F32 sums[R * 4];  // [r][v][parity]
+  DSTGI_UNROLL
+  for (int i = 0; i < R * 4; ++i) sums[i] = zero();
+  int64_t k = 0;
+  for (; k + 1 < width; k += 2) {
+    F32 q[4];
+    load_row8(weights, k, q);
+    load_row8(weights, k + 1, q + 2);
+    DSTGI_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const F32 x0 = set1(x[r * x_stride + k]), x1 = set1(x[r * x_stride + k + 1]);
+      DSTGI_UNROLL
+      for (int v = 0; v < 2; ++v) {
+        sums[(r * 2 + v) * 2] = fma(x0, q[v], sums[(r * 2 + v) * 2]);
+        sums[(r * 2 + v) * 2 + 1] = fma(x1, q[2 + v], sums[(r * 2 + v) * 2 + 1]);
+      }
+    }
+  }
+  if (k < width) {
+    F32 q[2];
+    load_row8(weights, k, q);
+    DSTGI_UNROLL
+    for (int i = 0; i < R * 2; ++i) sums[i * 2] = fma(set1(x[i / 2 * x_stride + k]), q[i % 2], sums[i * 2]);
+  }
+  DSTGI_UNROLL
+  for (int i = 0; i < R * 2; ++i) {
+    const F32 sum = mul(add(sums[i * 2], sums[i * 2 + 1]), set1(E4M3_FACTOR));
+    totals[i] = fma(sum, load(scales + i % 2 * LANES), totals[i]);
+  }
+}
+
 template <int R>
 void rows_by_float8_tile(const Call& c, int64_t row, int64_t tile) {
   const DenseWeight& w = *c.w;
   const int64_t blocks = (w.k + w.block - 1) / w.block;
   const uint8_t* codes = static_cast<const uint8_t*>(w.data) + tile * w.k * TILE;
-  const float* scales = w.scales + tile * blocks * TILE;
-  const float* x = c.x + row * c.x_stride;
+  const float *scales = w.scales + tile * blocks * TILE, *x = c.x + row * c.x_stride;
   F32 totals[R * 2];
   DSTGI_UNROLL
   for (int i = 0; i < R * 2; ++i) totals[i] = zero();
-  for (int64_t b = 0; b < blocks; ++b, scales += TILE) {
-    const int64_t width = b + 1 < blocks ? w.block : w.k - b * w.block;
-    F32 sums[R * 4];  // [r][v][parity]
-    DSTGI_UNROLL
-    for (int i = 0; i < R * 4; ++i) sums[i] = zero();
-    for (int64_t k = 0; k + 1 < width; k += 2, x += 2, codes += 2 * TILE) {
-      F32 q[4];
-      DSTGI_UNROLL
-      for (int i = 0; i < 4; ++i) q[i] = load_e4m3(codes + i * LANES);
-      DSTGI_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const F32 x0 = set1(x[r * c.x_stride]), x1 = set1(x[r * c.x_stride + 1]);
-        DSTGI_UNROLL
-        for (int v = 0; v < 2; ++v) {
-          sums[(r * 2 + v) * 2] = fma(x0, q[v], sums[(r * 2 + v) * 2]);
-          sums[(r * 2 + v) * 2 + 1] = fma(x1, q[2 + v], sums[(r * 2 + v) * 2 + 1]);
-        }
-      }
-    }
-    if (width % 2 != 0) {
-      DSTGI_UNROLL
-      for (int i = 0; i < R * 2; ++i)
-        sums[i * 2] = fma(set1(x[i / 2 * c.x_stride]), load_e4m3(codes + i % 2 * LANES), sums[i * 2]);
-      x += 1;
-      codes += TILE;
-    }
-    DSTGI_UNROLL
-    for (int i = 0; i < R * 2; ++i) {
-      const F32 sum = mul(add(sums[i * 2], sums[i * 2 + 1]), set1(E4M3_FACTOR));
-      totals[i] = fma(sum, load(scales + i % 2 * LANES), totals[i]);
-    }
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t from = b * w.block, width = b + 1 < blocks ? w.block : w.k - from;
+    float8_block<R>(codes + from * TILE, width, x + from, c.x_stride, scales + b * TILE, totals);
   }
   DSTGI_UNROLL
   for (int i = 0; i < R * 2; ++i) finish(c, row + i / 2, tile, i % 2, totals[i]);
+}
+
+template <int R>
+void float8_panel_rows(const float* panel, int64_t width, const float* x, int64_t x_stride, const float* scales,
+                       float* sums) {
+  F32 totals[R * 2];
+  DSTGI_UNROLL
+  for (int i = 0; i < R * 2; ++i) totals[i] = load(sums + i * LANES);
+  float8_block<R>(panel, width, x, x_stride, scales, totals);
+  DSTGI_UNROLL
+  for (int i = 0; i < R * 2; ++i) store(sums + i * LANES, totals[i]);
+}
+
+constexpr int64_t PANEL_WIDTH = 128;
+constexpr int64_t PANEL_ROWS = 2 * MAX_ROWS;  // up to this many, decoding again costs less than the panel
+
+DSTGI_INLINE void decode_panel(const uint8_t* codes, int64_t width, float* panel) {
+  for (int64_t k = 0; k < width; ++k) {
+    F32 q[2];
+    load_row8(codes, k, q);
+    for (int v = 0; v < 2; ++v) store(panel + k * TILE + v * LANES, q[v]);
+  }
+}
+
+// Many rows: each block of a tile is decoded once, into L1, and used by all of them.
+void float8_by_panels(const Call& c, int64_t tile) {
+  alignas(64) float panel[PANEL_WIDTH * TILE];
+  alignas(64) float sums[CHUNK_ROWS * TILE];
+  const DenseWeight& w = *c.w;
+  const int64_t blocks = (w.k + w.block - 1) / w.block;
+  const uint8_t* codes = static_cast<const uint8_t*>(w.data) + tile * w.k * TILE;
+  for (int64_t begin = 0; begin < c.m; begin += CHUNK_ROWS) {
+    const int64_t rows = c.m - begin < CHUNK_ROWS ? c.m - begin : CHUNK_ROWS;
+    const int64_t steps = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    std::memset(sums, 0, sizeof(float) * rows * TILE);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t start = b * w.block, width = b + 1 < blocks ? w.block : w.k - start;
+      const float *x = c.x + begin * c.x_stride + start, *scales = w.scales + (tile * blocks + b) * TILE;
+      decode_panel(codes + start * TILE, width, panel);
+      for (int64_t s = 0; s < steps; ++s) {
+        const int64_t from = rows * s / steps, to = rows * (s + 1) / steps;
+        switch (to - from) {
+#define DSTGI_ROWS(R)                                                                                  \
+  case R:                                                                                              \
+    float8_panel_rows<R>(panel, width, x + from * c.x_stride, c.x_stride, scales, sums + from * TILE); \
+    break
+          DSTGI_ROWS(1);
+          DSTGI_ROWS(2);
+          DSTGI_ROWS(3);
+          DSTGI_ROWS(4);
+          DSTGI_ROWS(5);
+          DSTGI_ROWS(6);
+#undef DSTGI_ROWS
+        }
+      }
+    }
+    for (int64_t i = 0; i < rows * 2; ++i)
+      finish(c, begin + i / 2, tile, static_cast<int>(i % 2), load(sums + i * LANES));
+  }
 }
 
 template <Kind KIND, int R>
@@ -172,11 +243,15 @@ void all_rows(const Call& c, int64_t tile) {
   }
 }
 
+DSTGI_INLINE void float8_rows(const Call& c, int64_t tile) {
+  c.m > PANEL_ROWS && c.w->block <= PANEL_WIDTH ? float8_by_panels(c, tile) : all_rows<FLOAT8>(c, tile);
+}
+
 DSTGI_INLINE void some_tiles(const Call& c, int64_t begin, int64_t end) {
   for (int64_t tile = begin; tile < end; ++tile)
     c.w->kind == BFLOAT16  ? all_rows<BFLOAT16>(c, tile)
     : c.w->kind == FLOAT16 ? all_rows<FLOAT16>(c, tile)
-    : c.w->kind == FLOAT8  ? all_rows<FLOAT8>(c, tile)
+    : c.w->kind == FLOAT8  ? float8_rows(c, tile)
                            : all_rows<FLOAT32>(c, tile);
 }
 

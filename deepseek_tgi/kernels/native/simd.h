@@ -95,6 +95,13 @@ DSTGI_INLINE F32 load_e4m3(const uint8_t* p) {
   const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
   return _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(high, 1), mask));
 }
+// Thirty-two of them, for two thirds of the work.
+DSTGI_INLINE void load_e4m3_twice(const uint8_t* p, F32* x) {
+  const I32 high = _mm512_slli_epi16(_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 8);
+  const I32 halves = iand(_mm512_srai_epi16(high, 1), _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
+  x[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+  x[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+}
 DSTGI_INLINE F32 load_bf16(const uint16_t* p) {
   return as_float(shl32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
 }
@@ -250,8 +257,13 @@ DSTGI_INLINE F32 load_half(const uint16_t* p) {
 }
 DSTGI_INLINE F32 load_e4m3(const uint8_t* p) {
   F32 x;
-  for (int i = 0; i < LANES; ++i) x[i] = half_bits_to_float(static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7));
+  for (int i = 0; i < LANES; ++i)
+    x[i] = half_bits_to_float(static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7));
   return x;
+}
+DSTGI_INLINE void load_e4m3_twice(const uint8_t* p, F32* x) {
+  x[0] = load_e4m3(p);
+  x[1] = load_e4m3(p + LANES);
 }
 DSTGI_INLINE F32 load_bf16(const uint16_t* p) {
   I32 x;
