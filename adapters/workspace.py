@@ -8,6 +8,7 @@ from functools import partial
 
 from deepseek_tgi.adapters.model_config import GroupedQueryAttention, LatentAttention, MixtureOfExperts, ModelConfig
 from deepseek_tgi.kernels.expert_scratch import ExpertSizes
+from deepseek_tgi.kernels.latent_scratch import LatentSizes
 
 ALIGNMENT_FLOATS = 16
 """Buffers start on 64-byte lines."""
@@ -23,7 +24,8 @@ def padded(width: int) -> int:
 @dataclass(frozen=True, slots=True)
 class StepSizes:
     """What decides a step's temporary memory: `scratch_floats`, from a number of tokens to what the part takes that
-    needs most, whether kernels are `native`, and whether the model runs in `several_ranks`.
+    needs most and what kernels keep of their own, whether kernels are `native`, and whether the model runs in
+    `several_ranks`.
     """
 
     scratch_floats: Callable[[int], int]
@@ -49,10 +51,24 @@ class StepSizes:
         return 4 * floats
 
 
-def scratch_floats(config: ModelConfig, native: bool) -> Callable[[int], int]:
-    """From a number of tokens to the scratch floats of the part that needs most: the parts' own figures, before they
-    exist.
+def scratch_floats(config: ModelConfig, native: bool, num_threads: int = 1) -> Callable[[int], int]:
+    """From a number of tokens to the scratch floats of the part that needs most and what kernels keep: the parts' own
+    figures, before they exist.
     """
+    scratch, spec = _part_floats(config, native), config.attention
+    if not native or not isinstance(spec, LatentAttention):
+        return scratch
+    sizes = latent_sizes(spec, config.max_position_embeddings)
+    return lambda num_tokens: scratch(num_tokens) + sizes.native_floats(num_tokens, num_threads)
+
+
+def latent_sizes(spec: LatentAttention, context: int) -> LatentSizes:
+    """The widths of `spec` that decide what its kernels keep."""
+    heads, dims = spec.num_attention_heads, (spec.qk_rope_head_dim, spec.qk_nope_head_dim, spec.v_head_dim)
+    return LatentSizes(heads, spec.kv_lora_rank, *dims, context)
+
+
+def _part_floats(config: ModelConfig, native: bool) -> Callable[[int], int]:
     spec, experts = config.attention, config.experts
     attention = _latent(spec, config.hidden_size) if isinstance(spec, LatentAttention) else _grouped(spec, config)
     widths = [attention]

@@ -7,7 +7,7 @@ for every other family. Scores do not change: queries and keys are reordered ali
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, padded
 from deepseek_tgi.adapters.layers.rope import softmax_factor
 from deepseek_tgi.adapters.model_config import LatentAttention, ModelConfig
 from deepseek_tgi.adapters.weights import WeightSource
+from deepseek_tgi.adapters.workspace import latent_sizes
 from deepseek_tgi.kernels.latent_attention import PackedUp
 
 INNER_EPS = 1e-6
@@ -61,6 +62,8 @@ class Mla(Part):
         self._form = source.latent_form
         self._scale = spec.qk_head_dim**-0.5 * softmax_factor(config.rope)
         self._heads = weights.up.num_heads
+        self._kept = replace(latent_sizes(spec, config.max_position_embeddings), num_heads=self._heads)
+        self._threads = source.kernels.num_threads if source.kernels.name == "native" else 0
         first = spec.q_lora_rank or self._heads * spec.qk_head_dim
         second = self._heads * spec.qk_head_dim if spec.q_lora_rank else 0
         latent = spec.kv_lora_rank + spec.qk_rope_head_dim
@@ -101,6 +104,10 @@ class Mla(Part):
     def scratch_floats(self, num_tokens: int) -> int:
         """See `Part`."""
         return num_tokens * sum(padded(w) for w in self._widths)
+
+    def kept_floats(self, num_tokens: int) -> int:
+        """See `Part`."""
+        return self._kept.native_floats(num_tokens, self._threads) if self._threads else 0
 
     @property
     def binding(self) -> tuple[Any, ...]:

@@ -49,6 +49,10 @@ class Part(ABC):
     def scratch_floats(self, num_tokens: int) -> int:
         """Floats of scratch that a step of so many tokens needs; never fewer for more tokens."""
 
+    def kept_floats(self, num_tokens: int) -> int:
+        """Floats that the part's kernels keep of their own after a step of so many tokens; all parts share them."""
+        return 0
+
     @property
     @abstractmethod
     def binding(self) -> tuple[Any, ...]:

@@ -48,6 +48,10 @@ class Scratch:
         """What the part takes that needs most in a step of so many tokens."""
         return max((p.scratch_floats(num_tokens) for p in self._parts), default=0)
 
+    def with_kept(self, num_tokens: int) -> int:
+        """As `floats`, with what kernels keep of their own."""
+        return self.floats(num_tokens) + max((p.kept_floats(num_tokens) for p in self._parts), default=0)
+
     def cut(self, num_tokens: int) -> list[Buffers]:
         """Each part's buffers for a step of `num_tokens`."""
         found = self._cuts.get(num_tokens)
@@ -88,7 +92,9 @@ class Decoder:
     def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
         """Upper bound of what a step takes beyond weights and cache; see `StepSizes`."""
         head = self._weights.head
-        sizes = StepSizes(self._scratch.floats, head.norm.size, head.vocab_size, self._native, head.group is not None)
+        sizes = StepSizes(
+            self._scratch.with_kept, head.norm.size, head.vocab_size, self._native, head.group is not None
+        )
         return sizes.bytes_of(num_tokens, num_logit_rows)
 
     def step(self, inputs: ForwardInputs, pages: Sequence[Pages]) -> torch.Tensor:

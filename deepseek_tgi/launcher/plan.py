@@ -26,6 +26,7 @@ from deepseek_tgi.engine.memory import LinuxMemory, MemoryReader
 from deepseek_tgi.engine.warmup import Limits, cache_budget, plan_cache, step_workspace
 from deepseek_tgi.errors import ResourceError
 from deepseek_tgi.kernels.held_bytes import HeldBytes, expected_kernels
+from deepseek_tgi.kernels.threads import usable_threads
 from deepseek_tgi.kv.layout import MIN_BLOCK_SIZE, KVMode
 from deepseek_tgi.launcher.check import max_input_tokens
 from deepseek_tgi.launcher.model_facts import num_shards, prefill_tokens, read_facts
@@ -140,7 +141,8 @@ class Budgets:
 
     def _workspace(self) -> int:
         model = self.shards.config
-        ranks = [scratch_floats(self.shards.local(rank), self.native) for rank in range(self.shards.world_size)]
+        world, threads = range(self.shards.world_size), usable_threads(self.config.num_threads or 0)
+        ranks = [scratch_floats(self.shards.local(rank), self.native, threads) for rank in world]
         sizes = StepSizes(
             lambda num_tokens: max(floats(num_tokens) for floats in ranks),
             model.hidden_size,

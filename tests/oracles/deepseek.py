@@ -45,8 +45,8 @@ def logits(config: Mapping[str, Any], weights: Mapping[str, Any], ids: Sequence[
 
 def rope_scaling(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The scaling in either spelling, None for plain rope."""
-    found = config.get("rope_scaling") or config.get("rope_parameters")
-    kind = found and (found.get("rope_type") or found.get("type"))
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = found.get("rope_type") or found.get("type")
     assert kind in (None, "default", "linear", "yarn")
     return None if kind in (None, "default") else dict(found, kind=kind)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,39 @@ def test_what_is_loaded_is_what_is_reported(tmp_path: Path, family: str, caplog:
     packed = 2 * (4 if family == "deepseek_v2" else 5) + 3 + 27
     (line,) = [r.message for r in caplog.records if f"loaded {family}, 2 layers" in r.message]
     assert f"1 dense, {packed} int4 modules" in line
+
+
+PEAK = """
+import sys, torch
+from pathlib import Path
+from deepseek_tgi.adapters.base import LoadOptions
+from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+options = LoadOptions(dtype="float32", kernels=sys.argv[2], num_threads=2)
+model = QuantizedModelAdapter.get_model(sys.argv[1], options=options)
+model.forward(torch.ones(1, 8, dtype=torch.int64))
+tokens = int(sys.argv[3])
+ids = torch.arange(tokens).remainder(270).unsqueeze(0)
+Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
+before = status("VmRSS")
+model.forward(ids)
+cache = model.kv_layout.bytes_per_block * -(-tokens // 16)
+print(model.workspace_bytes(tokens, tokens) + cache, status("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize(("kernels", "tokens"), [("native", 1500), ("torch", 600)])
+def test_a_step_stays_within_its_workspace(tmp_path: Path, kernels: str, tokens: int) -> None:
+    wide = {"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048}
+    path = tiny_checkpoint(tmp_path, "deepseek_v3", "awq-gemm", config=wide).path
+    command = [sys.executable, "-c", PEAK, str(path), kernels, str(tokens)]
+    promised, used = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert used <= promised, f"took {used / 1e6:.1f} MB, the workspace is said to be {promised / 1e6:.1f} MB"
+    assert promised <= 3 * used, "a bound that is far off wastes cache"
 
 
 def test_old_bytes_of_a_page_do_not_reach_the_logits(tmp_path: Path) -> None:
