@@ -69,10 +69,10 @@ class Fp8Reader:
             raise CheckpointError(f"{checkpoint.folder}: tensor {scale} holds infinities or NaN")
         extra = [f"{module}.{suffix}" for suffix in _ACTIVATION_SCALES if f"{module}.{suffix}" in checkpoint]
         checkpoint.skip(extra, "scales of activations, which are not quantised here")
-        block = self._scheme.block
-        if block is None:
+        if self._scheme.block is None:
             return Fp8Weight(codes, stored.reshape(-1, 1).expand(shape[0], 1).clone(), shape[1])
-        return Fp8Weight(codes, stored.repeat_interleave(block[0], 0)[: shape[0]].contiguous(), block[1])
+        rows, columns = (min(side, size) for side, size in zip(self._scheme.block, shape, strict=True))
+        return Fp8Weight(codes, stored.repeat_interleave(rows, 0)[: shape[0]].contiguous(), columns)
 
     def _check_scales(self, module: str, shape: tuple[int, int]) -> str:
         """Name of the tensor of scales. Raises `CheckpointError` if there is none, or not of this grid."""

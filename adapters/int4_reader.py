@@ -149,7 +149,7 @@ class Int4Reader:
                 )
         if in_features is None:
             return 0
-        return in_features if declared[0] == -1 else declared[0]
+        return in_features if declared[0] == -1 else min(declared[0], in_features)
 
     def _stored_groups(self, module: str) -> int:
         shape = self._checkpoint.shape(f"{module}.{self._layout.scales}")

@@ -58,9 +58,10 @@ def _read_awq(fields: Fields) -> QuantSettings:
     bits_key = "bits" if fields.has("bits") else "w_bit"
     if fields.integer(bits_key, low=-_ANY_INT) != 4:
         raise _refuse(fields, bits_key, "AWQ is read at 4 bits")
-    version = fields.text("version", default="gemm").lower()
+    key = next((key for key in ("version", "checkpoint_format", "format") if fields.has(key)), "version")
+    version = fields.text(key, default="gemm").lower()
     if version not in AWQ_VERSIONS:
-        raise _refuse(fields, "version", f"AWQ is read as {' or '.join(AWQ_VERSIONS)}")
+        raise _refuse(fields, key, f"AWQ is read as {' or '.join(AWQ_VERSIONS)}")
     if fields.text("backend", default="autoawq") == "llm-awq":
         raise _refuse(fields, "backend", "AWQ is read as AutoAWQ writes it")
     group_key = "group_size" if fields.has("group_size") else "q_group_size"

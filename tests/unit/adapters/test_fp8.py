@@ -70,7 +70,7 @@ def test_blocks_need_not_divide_a_side(tmp_path: Path, n: int, k: int) -> None:
     layer = drawn(n, k)
     weight = read(plan_for(tmp_path, tensors_of(layer), FP8), n, k)
     np.testing.assert_array_equal(weight.dequantise().numpy(), layer.weight())
-    assert weight.block == 128
+    assert weight.block == min(128, k)
 
 
 def test_blocks_of_any_size_are_read_from_the_config(tmp_path: Path) -> None:
@@ -78,6 +78,13 @@ def test_blocks_of_any_size_are_read_from_the_config(tmp_path: Path) -> None:
     plan = plan_for(tmp_path, tensors_of(layer), {**FP8, "weight_block_size": [32, 48]})
     np.testing.assert_array_equal(read(plan, 70, 90).dequantise().numpy(), layer.weight())
     assert plan.label == "fp8-32x48"
+
+
+def test_a_block_far_larger_than_the_layer_takes_no_memory(tmp_path: Path) -> None:
+    layer = drawn(70, 90, 10**12, 10**12)
+    weight = read(plan_for(tmp_path, tensors_of(layer), {**FP8, "weight_block_size": [10**12, 10**12]}), 70, 90)
+    np.testing.assert_array_equal(weight.dequantise().numpy(), layer.weight())
+    assert (weight.block, weight.scales.shape) == (90, (70, 1))
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float8_e8m0fnu", "uint8"])

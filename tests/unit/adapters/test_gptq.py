@@ -126,6 +126,14 @@ def test_group_sizes_and_a_short_last_group(tmp_path: Path, size: int) -> None:
         assert_means(read(tmp_path, tensors_of(layer), settings, k), layer)
 
 
+@pytest.mark.parametrize("size", [128, 97, 2**31 - 1])
+def test_a_group_wider_than_the_input_side_is_one_group(tmp_path: Path, size: int) -> None:
+    layer = oracle.random_layer(N, K, K)
+    weight = read(tmp_path, tensors_of(layer), {**GPTQ, "group_size": size})
+    assert_means(weight, layer)
+    assert weight.zeros.shape == (N, 1)
+
+
 def test_an_index_in_file_order_or_absent_or_unset_gathers_nothing(tmp_path: Path) -> None:
     layer = oracle.random_layer(N, K, 32)
     unset = tensors_of(layer) | {f"{Q}.g_idx": torch.full((K,), -1, dtype=torch.int32)}

@@ -170,6 +170,10 @@ def test_a_listed_name_matches_whole_parts_only(tmp_path: Path) -> None:
     [
         ({**AWQ, "bits": 8}, "bits 8 is not implemented; AWQ is read at 4 bits"),
         ({**AWQ, "version": "marlin"}, "version 'marlin' is not implemented; AWQ is read as gemm or gemv"),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 32, "checkpoint_format": "gemv_fast"},
+            "checkpoint_format 'gemv_fast' is not implemented; AWQ is read as gemm or gemv",
+        ),
         ({**AWQ, "backend": "llm-awq"}, "backend 'llm-awq' is not implemented"),
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not implemented; supported are awq"),
         ({"quant_method": "quark", "fmt": "e4m3"}, r"quant_method 'quark' \(format 'e4m3'\) is not implemented"),
