@@ -6,12 +6,12 @@ stored tensors. No torch here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from deepseek_tgi.adapters.module_table import Kind, ModuleSpec, Side, module_table
+from deepseek_tgi.adapters.quant_schemes import cut_group
 from deepseek_tgi.adapters.sharding import ShardPlan
 from deepseek_tgi.adapters.stored_tensors import StoredForm
 from deepseek_tgi.kernels.held_bytes import ITEM_BYTES, HeldBytes
@@ -162,12 +162,11 @@ class _Holder:
         if form.bits == 4:
             if form.ordered and k < module.in_features:
                 return self.sizes.dense(n, k, "float32")  # groups fall apart, so the layer is unpacked
-            # A cut off the group grid leaves equal smaller groups that carry the same scale.
-            size = math.gcd(form.group_size, inputs.start, inputs.stop)
+            size = cut_group(form.group_size, inputs.start, inputs.stop)
             order = k * _order_bytes(module) if form.ordered else 0
             return self.sizes.int4(n, k, size, ITEM_BYTES[form.dtype]) + order
         if form.bits == 8:
-            return self.sizes.fp8(n, k, math.gcd(form.group_size, inputs.start))
+            return self.sizes.fp8(n, k, cut_group(form.group_size, inputs.start, inputs.stop, whole=False))
         return self.sizes.dense(n, k, form.dtype, form.on_grid)
 
 

@@ -5,6 +5,7 @@ No torch here and no file: how a config says it is read by `quant_settings`, wha
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -173,6 +174,17 @@ class QuantSettings:
         if self.excludes(module) or name in _NEVER_QUANTISED or (name == head and not self.packs_head):
             return None
         return next((scheme for names, scheme in self.rules if names.covers(module)), None)
+
+
+def cut_group(size: int, start: int, stop: int, whole: bool = True) -> int:
+    """Neighbouring inputs with one scale in a slice `start:stop` of a layer with groups of `size`.
+
+    Within one group that is the whole slice. Else, off the grid, groups are cut into equal smaller ones; the last may be
+    short unless `whole`.
+    """
+    if start // size == (stop - 1) // size:
+        return stop - start
+    return math.gcd(size, start, stop if whole else 0)
 
 
 def _compiled(text: str) -> re.Pattern[str] | None:

@@ -11,11 +11,12 @@ own grid; DeepSeek's query heads are 192 rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+from deepseek_tgi.adapters.quant_schemes import cut_group
 
 __all__ = ["DenseWeight", "Fp8Weight", "Int4Weight", "Part", "Weight", "fuse"]
 
@@ -74,26 +75,14 @@ class Int4Weight:
     def columns(self, start: int, stop: int) -> Int4Weight | DenseWeight:
         """Inputs `start:stop`, without the bias (it is added once, after the ranks' sums).
 
-        One group over all inputs stays one. Off the grid of several, groups are cut into equal smaller ones that carry
-        the same scale. With an input order the groups fall apart, so the part is dequantised.
+        Within one group the part keeps its one scale. Off the grid of several, groups are cut into equal smaller ones
+        that carry the same scale. With an input order the groups fall apart, so the part is dequantised.
         """
         if self.order is not None:
             return DenseWeight(self.dequantise()[:, start:stop])
-        if self.group_size == self.in_features:
-            return Int4Weight(self.codes[:, start:stop], self.zeros, self.scales, stop - start)
-        size = math.gcd(self.group_size, start, stop)
-        finer = self.regrouped(size)
-        groups = slice(start // size, stop // size)
-        return Int4Weight(finer.codes[:, start:stop], finer.zeros[:, groups], finer.scales[:, groups], size)
-
-    def regrouped(self, size: int) -> Int4Weight:
-        """The same numbers in groups of `size`, a divisor of the group size."""
-        assert self.group_size % size == 0, "groups are only ever cut"
-        times = self.group_size // size
-        if times == 1:
-            return self
-        zeros, scales = (side.repeat_interleave(times, 1) for side in (self.zeros, self.scales))
-        return replace(self, zeros=zeros, scales=scales, group_size=size)
+        size = cut_group(self.group_size, start, stop)
+        zeros, scales = (_cut_side(side, self.group_size, size, start, stop) for side in (self.zeros, self.scales))
+        return Int4Weight(self.codes[:, start:stop], zeros, scales, size)
 
     def natural(self) -> Int4Weight | DenseWeight:
         """The layer with its inputs in file order: itself, or dense where groups would fall apart."""
@@ -145,9 +134,8 @@ class Fp8Weight:
 
     def columns(self, start: int, stop: int) -> Fp8Weight:
         """Inputs `start:stop`, without the bias. A start off the block grid cuts the blocks into equal smaller ones."""
-        size = math.gcd(self.block, start)
-        scales = self.scales.repeat_interleave(self.block // size, 1)
-        return Fp8Weight(self.codes[:, start:stop], scales[:, start // size : -(-stop // size)], size)
+        size = cut_group(self.block, start, stop, whole=False)
+        return Fp8Weight(self.codes[:, start:stop], _cut_side(self.scales, self.block, size, start, stop), size)
 
     def natural(self) -> Fp8Weight:
         """Itself: its inputs are always in file order."""
@@ -237,6 +225,11 @@ def fuse(parts: Sequence[Weight]) -> Weight | None:
         codes, scales = torch.cat([part.codes for part in fp8]), torch.cat([part.scales for part in fp8])
         return Fp8Weight(codes, scales, fp8[0].block, _cat_biases(fp8))
     return None
+
+
+def _cut_side(side: torch.Tensor, old: int, new: int, start: int, stop: int) -> torch.Tensor:
+    """What `side [N, groups of old]` holds for inputs `start:stop` in groups of `new` (see `cut_group`)."""
+    return side[:, torch.arange(start, stop, new) // old]
 
 
 def _fuse_int4(parts: Sequence[Int4Weight]) -> Int4Weight | None:

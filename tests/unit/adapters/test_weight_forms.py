@@ -90,14 +90,18 @@ def test_columns_may_be_taken_on_and_off_the_grid(weight: Weight, start: int, st
 
 
 def test_columns_keep_the_stored_form_and_the_widest_group_that_fits() -> None:
-    on_grid, off_grid, last = int4().columns(32, 96), int4().columns(48, 96), fp8().columns(80, 96)
+    on_grid, off_grid, last = int4().columns(32, 96), int4().columns(48, 96), fp8().columns(40, 96)
     assert isinstance(on_grid, Int4Weight)
     assert on_grid.group_size == 32
     assert isinstance(off_grid, Int4Weight)
     assert off_grid.group_size == 16
     assert last.block == 40
-    assert last.scales.shape == (N, 1)
+    assert last.scales.shape == (N, 2)
     assert isinstance(int4(ordered=True).columns(0, 32), DenseWeight)
+    for within in (int4(K).columns(8, 56), int4().columns(40, 56)):
+        assert isinstance(within, Int4Weight)
+        assert within.scales.shape == (N, 1), "one group has one scale, wherever it is cut"
+    assert fp8(K).columns(7, 53).scales.shape == (N, 1)
 
 
 def test_one_group_over_all_inputs_stays_one_wherever_it_is_cut() -> None:
