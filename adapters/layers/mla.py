@@ -56,8 +56,7 @@ class Mla(Part):
         self._layer = layer
         self._spec = spec
         self._weights = weights
-        self._rope = source.kernels.rope
-        self._write = source.kernels.latent_write
+        self._prepare = source.kernels.latent_prepare
         self._attend = source.kernels.latent_attention
         self._form = source.latent_form
         self._scale = spec.qk_head_dim**-0.5 * softmax_factor(config.rope)
@@ -121,8 +120,7 @@ class Mla(Part):
 
     def bind(self, scratch: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Buffers `normed [T, H]`, `down [T, W]` and its part `low [T, Rq]` with room for its norm, `q` as rows and as
-        heads, `latent [T, R]` and `rope [T, Dr]` (again as one head), views of `down`, and the `context` as heads and
-        as rows.
+        heads, `latent [T, R]` and `rope [T, Dr]`, views of `down`, and the `context` as heads and as rows.
         """
         spec, rank = self._spec, self._spec.q_lora_rank or 0
         _, down, queries, context = cut(scratch, num_tokens, self._widths)
@@ -134,20 +132,18 @@ class Mla(Part):
         rows = queries if spec.q_lora_rank else down[:, : self._heads * spec.qk_head_dim]
         q = rows.view(num_tokens, self._heads, spec.qk_head_dim)
         heads = context.view(num_tokens, self._heads, spec.v_head_dim)
-        return normed, down, low, low_normed, rows, q, latent, rope, rope.unsqueeze(1), heads, context
+        return normed, down, low, low_normed, rows, q, latent, rope, heads, context
 
     def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
         """See `Part`."""
-        normed, down, low, low_normed, rows, q, latent, rope, rope_head, context, context_rows = buffers
+        normed, down, low, low_normed, rows, q, latent, rope, context, context_rows = buffers
         w = self._weights
         w.down.after_norm(hidden, w.norm, normed, down)
         if w.query is not None:
             assert w.query_norm is not None, "both or neither"
             w.query.after_norm(low, w.query_norm, low_normed, rows)
-        w.latent_norm(latent, latent)
-        self._rope(q, rope_head, step.inputs.positions, step.cos_sin)
-        pages = step.latent_pages(self._layer)
-        self._write(pages, latent, rope, step.inputs.slots)
+        pages, norm = step.latent_pages(self._layer), w.latent_norm
+        self._prepare(q, latent, rope, pages, step.inputs, norm_weight=norm.weight, eps=norm.eps, cos_sin=step.cos_sin)
         self._attend(q, pages, w.up, step.inputs, scale=self._scale, out=context, form=self._form)
         w.output(context_rows, hidden, hidden)
 

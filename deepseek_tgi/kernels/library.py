@@ -25,6 +25,7 @@ __all__ = [
     "ExpertWeights",
     "LatentCall",
     "LatentPages",
+    "LatentRows",
     "LayerExperts",
     "NativeLibrary",
     "Pages",
@@ -94,6 +95,16 @@ class LatentCall(Structure):
     ]
 
 
+class LatentRows(Structure):
+    """`LatentRows` of native/api.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "latent", "rope", "cos_sin", "positions", "slots")),
+        *((name, c_int64) for name in ("tokens", "heads", "q_dim", "q_row", "latent_row", "rope_row")),
+        *((name, c_int64) for name in ("rotary", "num_threads")),
+    ]
+
+
 class AttentionCall(Structure):
     """`AttentionCall` of native/api.h."""
 
@@ -149,6 +160,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dstgi_route": [_P, _P, _P, _I, _P, _P],
     "dstgi_moe": [_P, _P, _P, _P, _I, _I, _P, _P],
     "dstgi_latent_write": [_P, _P, _P, _P, *[_I] * 4],
+    "dstgi_latent_prepare": [_P, _P, _P, _F],
     "dstgi_latent_attention": [_P, _P, _P],
     "dstgi_qkv_attention": [_P, _P, _P, _P, _F],
     "dstgi_paged_attention": [_P, _P, _P, _P, _P, _P, *[_I] * 4, _F, _I],

@@ -15,6 +15,7 @@ from deepseek_tgi.kernels.embedding import Embedding
 from deepseek_tgi.kernels.int4_linear import Int4Linear, NormInt4Linear, PackInt4, SiluInt4Linear
 from deepseek_tgi.kernels.kv_write import KvWrite
 from deepseek_tgi.kernels.latent_attention import LatentAttention, PackUp
+from deepseek_tgi.kernels.latent_prepare import LatentPrepare
 from deepseek_tgi.kernels.latent_write import LatentWrite
 from deepseek_tgi.kernels.moe import Moe, PackExperts
 from deepseek_tgi.kernels.paged_attention import PagedAttention
@@ -59,6 +60,7 @@ class KernelSet:
     qkv_attention: QkvAttention
     embedding: Embedding
     latent_write: LatentWrite
+    latent_prepare: LatentPrepare
     pack_up: PackUp
     latent_attention: LatentAttention
     route: Route
@@ -73,6 +75,7 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
     from deepseek_tgi.kernels.int4_linear import reference as int4
     from deepseek_tgi.kernels.kv_write import reference as kv
     from deepseek_tgi.kernels.latent_attention import reference as latent
+    from deepseek_tgi.kernels.latent_prepare.composed import ComposedLatentPrepare
     from deepseek_tgi.kernels.latent_write import reference as latent_kv
     from deepseek_tgi.kernels.moe import PackedExperts
     from deepseek_tgi.kernels.moe import reference as moe
@@ -103,6 +106,7 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
         qkv_attention=ComposedQkvAttention(norm.rms_norm, rope.rope, kv.kv_write, attention.paged_attention),
         embedding=embedding.embedding,
         latent_write=latent_kv.latent_write,
+        latent_prepare=ComposedLatentPrepare(norm.rms_norm, rope.rope, latent_kv.latent_write),
         pack_up=latent.PlainUp,
         latent_attention=latent.latent_attention,
         route=routing.route,
@@ -118,6 +122,7 @@ def _torch(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Kernel
     from deepseek_tgi.kernels.int4_linear import fused
     from deepseek_tgi.kernels.kv_write import cpu as kv
     from deepseek_tgi.kernels.latent_attention import cpu as latent
+    from deepseek_tgi.kernels.latent_prepare.composed import ComposedLatentPrepare
     from deepseek_tgi.kernels.latent_write import cpu as latent_kv
     from deepseek_tgi.kernels.moe import PackedExperts
     from deepseek_tgi.kernels.moe.grouped import GroupedMoe
@@ -148,6 +153,7 @@ def _torch(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Kernel
         qkv_attention=ComposedQkvAttention(norm.rms_norm, rope.rope, kv.kv_write, attention.paged_attention),
         embedding=embedding.embedding,
         latent_write=latent_kv.latent_write,
+        latent_prepare=ComposedLatentPrepare(norm.rms_norm, rope.rope, latent_kv.latent_write),
         pack_up=latent.TorchUp,
         latent_attention=latent.latent_attention,
         route=routing.route,
@@ -163,6 +169,7 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
     from deepseek_tgi.kernels.int4_linear import native as int4
     from deepseek_tgi.kernels.kv_write import native as kv
     from deepseek_tgi.kernels.latent_attention import native as latent
+    from deepseek_tgi.kernels.latent_prepare.native import LatentPrepareOp
     from deepseek_tgi.kernels.latent_write import native as latent_kv
     from deepseek_tgi.kernels.moe import native as moe
     from deepseek_tgi.kernels.moe.grouped import GroupedMoe
@@ -195,6 +202,7 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
         qkv_attention=qkv.QkvAttentionOp(library, num_threads),
         embedding=embedding.embedding,
         latent_write=latent_kv.LatentWriteOp(library, num_threads),
+        latent_prepare=LatentPrepareOp(library, num_threads),
         pack_up=latent.UpPacker(compute_dtype),
         latent_attention=latent.LatentAttentionOp(library, num_threads),
         route=routing.RouteOp(library, num_threads),

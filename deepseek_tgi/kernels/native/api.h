@@ -44,6 +44,16 @@ struct LatentPages {
   char *latent, *rope, *scale;
 };
 
+// A step's latents, rotary keys and queries on their way into the pages; `_row` strides in floats, the first `rotary`
+// elements of a query head and of a key rotate.
+struct LatentRows {
+  float *q, *latent, *rope;
+  const float* cos_sin;
+  const int32_t* positions;
+  const int64_t* slots;
+  int64_t tokens, heads, q_dim, q_row, latent_row, rope_row, rotary, num_threads;
+};
+
 // The up-projection of latents. `kind`: 0 float32, 1 bfloat16. Both parts are cut into tiles of 64 columns, the last one
 // narrower: keys [heads][rank / 64][nope][64], values [heads][v_pad / 64][rank][64], v_pad being v_dim rounded up to 16.
 struct UpWeight {

@@ -142,6 +142,28 @@ void store_plain(int64_t mode, const float* x, int64_t width, char* to) {
     store_bf16(x, width, reinterpret_cast<uint16_t*>(to));
 }
 
+struct Writer {
+  const LatentPages& p;
+  int64_t row_bytes, rope_bytes, scale_bytes;
+
+  explicit Writer(const LatentPages& pages)
+      : p(pages),
+        row_bytes(latent_row_bytes(pages)),
+        rope_bytes(pages.rope_dim * (pages.mode == L_FLOAT32 ? 4 : 2)),
+        scale_bytes(pages.mode < L_INT8 ? 0 : pages.rank / pages.group * (pages.mode == L_INT4 ? 1 : 2)) {}
+
+  void operator()(const float* latent, const float* rope, int64_t slot) const {
+    if (slot < 0) return;
+    const int64_t page = slot / p.block_size * p.page_stride, place = slot % p.block_size;
+    store_plain(p.mode, rope, p.rope_dim, p.rope + page + place * rope_bytes);
+    char* row = p.latent + page + place * row_bytes;
+    if (p.mode < L_INT8)
+      store_plain(p.mode, latent, p.rank, row);
+    else
+      store_quantised(p, latent, row, p.scale + page + place * scale_bytes);
+  }
+};
+
 }  // namespace
 }  // namespace dstgi
 
@@ -150,17 +172,22 @@ DSTGI_API void dstgi_latent_write(const LatentPages* pages, const float* latent,
                                   const int64_t* slots, int64_t t, int64_t latent_row, int64_t rope_row,
                                   int64_t num_threads) {
   using namespace dstgi;
-  const LatentPages& p = *pages;
-  const int64_t row_bytes = latent_row_bytes(p), rope_bytes = p.rope_dim * (p.mode == L_FLOAT32 ? 4 : 2);
-  const int64_t scale_bytes = p.mode < L_INT8 ? 0 : p.rank / p.group * (p.mode == L_INT4 ? 1 : 2);
-  by_rows(t, p.rank + p.rope_dim, num_threads, [&](int64_t i) {
-    if (slots[i] < 0) return;
-    const int64_t page = slots[i] / p.block_size * p.page_stride, place = slots[i] % p.block_size;
-    store_plain(p.mode, rope + i * rope_row, p.rope_dim, p.rope + page + place * rope_bytes);
-    char* row = p.latent + page + place * row_bytes;
-    if (p.mode < L_INT8)
-      store_plain(p.mode, latent + i * latent_row, p.rank, row);
-    else
-      store_quantised(p, latent + i * latent_row, row, p.scale + page + place * scale_bytes);
+  const Writer write(*pages);
+  by_rows(t, pages->rank + pages->rope_dim, num_threads,
+          [&](int64_t i) { write(latent + i * latent_row, rope + i * rope_row, slots[i]); });
+}
+
+// Norm of the latents, rotation of queries and rotary keys, all in place, and the write; `norm` [rank].
+DSTGI_API void dstgi_latent_prepare(const LatentPages* pages, const LatentRows* rows, const float* norm, float eps) {
+  using namespace dstgi;
+  const LatentRows& c = *rows;
+  const Writer write(*pages);
+  by_rows(c.tokens, pages->rank + c.heads * c.q_dim, c.num_threads, [&](int64_t t) {
+    const float* turn = c.cos_sin + static_cast<int64_t>(c.positions[t]) * c.rotary;
+    float *latent = c.latent + t * c.latent_row, *rope = c.rope + t * c.rope_row;
+    norm_row(latent, norm, pages->rank, eps, latent);
+    rotate_head(rope, turn, c.rotary / 2);
+    for (int64_t h = 0; h < c.heads; ++h) rotate_head(c.q + t * c.q_row + h * c.q_dim, turn, c.rotary / 2);
+    write(latent, rope, c.slots[t]);
   });
 }

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 from builders import tiny_checkpoint
 from safetensors.torch import load_file, save_file
-from stepper import Stepper
+from stepper import Placed, Stepper
+from torch.profiler import ProfilerActivity, profile
 
 from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
@@ -110,6 +112,24 @@ def test_what_is_loaded_is_what_is_reported(tmp_path: Path, family: str, caplog:
     packed = 2 * (4 if family == "deepseek_v2" else 5) + 3 + 27
     (line,) = [r.message for r in caplog.records if f"loaded {family}, 2 layers" in r.message]
     assert f"1 dense, {packed} int4 modules" in line
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_a_decoding_step_allocates_nothing_for_its_layers(tmp_path: Path, family: str, batch: int) -> None:
+    counts = []
+    for layers in (2, 4):
+        config = {"num_hidden_layers": layers}
+        path = tiny_checkpoint(tmp_path / str(layers), family, "awq-gemm", config=config).path
+        adapter = load(path, kernels="native", num_threads=1)
+        stepper, requests = Stepper(adapter), [Placed() for _ in range(batch)]
+        stepper.step([(request, TEXT) for request in requests])
+        inputs = stepper.inputs([(request, [5]) for request in requests])
+        adapter.step(inputs, stepper.pool)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            adapter.step(replace(inputs), stepper.pool)
+        counts.append(sum(event.name == "[memory]" for event in seen.events() or ()))
+    assert counts[0] == counts[1] > 0
 
 
 PEAK = """
