@@ -179,8 +179,8 @@ class QuantSettings:
 def cut_group(size: int, start: int, stop: int, whole: bool = True) -> int:
     """Neighbouring inputs with one scale in a slice `start:stop` of a layer with groups of `size`.
 
-    Within one group that is the whole slice. Else, off the grid, groups are cut into equal smaller ones; the last may be
-    short unless `whole`.
+    Within one group that is the whole slice. Else, off the grid, groups are cut into equal smaller ones; the last may
+    be short unless `whole`.
     """
     if start // size == (stop - 1) // size:
         return stop - start
