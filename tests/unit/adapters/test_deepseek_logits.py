@@ -135,6 +135,14 @@ def test_chunks_and_reused_prefixes_do_not_show(tmp_path: Path, name: str, kerne
     assert relative_error(with_reused_prefix(adapter, TEXTS[0]), wanted[32:]) <= TOLERANCE
 
 
+@pytest.mark.parametrize("mode", ["float32", "int4"])
+@pytest.mark.parametrize("family", [V2, V3])
+def test_a_row_has_the_same_bits_alone_and_among_others(tmp_path: Path, family: str, mode: str) -> None:
+    adapter = load(tiny_checkpoint(tmp_path, family, "awq-gemm"), kernels="native", kv_cache_dtype=mode, num_threads=2)
+    for got, text, prompt in zip(batched(adapter), TEXTS, PROMPTS, strict=True):
+        assert torch.equal(got, Stepper(adapter, seed=prompt).run(text, [prompt])[: len(got)])
+
+
 @pytest.mark.parametrize("kernels", ["torch", "reference"])
 @pytest.mark.parametrize("family", [V2, V3])
 def test_every_set_of_kernels_gives_the_same_model(tmp_path: Path, family: str, kernels: str) -> None:
