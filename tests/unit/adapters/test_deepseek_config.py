@@ -205,6 +205,12 @@ def test_absent_switches_are_each_generations_own(tmp_path: Path) -> None:
     assert third.shared_size == 2048
 
 
+def test_the_command_lines_scaling_replaces_the_files_with_its_mscales(tmp_path: Path) -> None:
+    rope = read(tmp_path, V3).with_rope("linear", 2.0).rope
+    assert (rope.kind.value, rope.factor) == ("linear", 2.0)
+    assert (attention_factor(rope), softmax_factor(rope)) == (1.0, 1.0)
+
+
 def test_layers_with_experts_follow_the_two_keys(tmp_path: Path) -> None:
     experts = read(tmp_path, LITE, moe_layer_freq=2, first_k_dense_replace=3).experts
     assert experts is not None

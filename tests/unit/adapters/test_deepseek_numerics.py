@@ -12,7 +12,7 @@ from builders import TinyCheckpoint, tiny_checkpoint, write_shards
 from engine_driver import Driver
 from oracles import deepseek
 from safetensors.torch import load_file, save_file
-from stepper import Stepper, relative_error
+from stepper import Placed, Stepper, relative_error
 
 from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
@@ -86,6 +86,21 @@ def test_extreme_latents_scores_and_router_logits_are_the_reference(tmp_path: Pa
     checkpoint = scaled(tmp_path, family, factors)
     text = LONG[:60]
     assert relative_error(Stepper(load(checkpoint)).run(text, [40]), truth(checkpoint, text)) <= bound
+
+
+@pytest.mark.parametrize("mode", ["fp8_e4m3fn", "int8", "int4"])
+def test_rotary_keys_beside_a_quantised_latent_are_not_quantised(tmp_path: Path, mode: str) -> None:
+    checkpoint = tiny_checkpoint(tmp_path, "deepseek_v3", "awq-gemm")
+    stored = []
+    for cache in ("float32", mode):
+        stepper, sequence = Stepper(load(checkpoint, kv_cache_dtype=cache)), Placed()
+        stepper.step([(sequence, LONG)])
+        slots = torch.tensor(stepper.slots(sequence, 0, len(LONG)))
+        stored.append(stepper.pool.read_latents(0, slots))
+    (exact, exact_rope), (low, low_rope) = stored
+    assert torch.equal(low_rope, exact_rope.bfloat16().float()), "the first layer's, which no cache has touched"
+    off = relative_error(low, exact)
+    assert 0 < off <= {"fp8_e4m3fn": 0.05, "int8": 0.015, "int4": 0.2}[mode]
 
 
 @pytest.mark.parametrize("mode", ["float16", "fp8_e4m3fn", "int8", "int4"])

@@ -138,7 +138,7 @@ def test_a_whole_prompt_that_is_stored_is_read_and_not_written(third: TinyCheckp
     assert torch.equal(runner.pool.storage[list(owner.blocks[:3])], before)
 
 
-@pytest.mark.parametrize(("mode", "bound"), [("bfloat16", 0.02), ("fp8_e4m3fn", 0.08), ("int8", 0.03), ("int4", 0.3)])
+@pytest.mark.parametrize(("mode", "bound"), [("bfloat16", 0.01), ("fp8_e4m3fn", 0.08), ("int8", 0.02), ("int4", 0.18)])
 def test_several_turns_over_many_blocks_hold_with_a_quantised_latent(
     second: TinyCheckpoint, mode: str, bound: float
 ) -> None:
@@ -148,7 +148,7 @@ def test_several_turns_over_many_blocks_hold_with_a_quantised_latent(
     gap = (plain.softmax(-1) - low.softmax(-1)).abs().sum(-1) / 2  # total variation, 0 to 1
     assert float(gap.mean()) <= bound
     first, last = gap[:32].mean(), gap[-32:].mean()
-    assert float(last) <= 3 * float(first) + bound / 2, "errors do not grow with the conversation"
+    assert float(last) <= 1.5 * float(first) + bound / 4, "errors do not grow with the conversation"
     agreeing = (plain.argmax(-1) == low.argmax(-1)).float().mean()
     assert float(agreeing) >= 1 - 2 * bound
 
