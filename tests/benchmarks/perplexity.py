@@ -1,11 +1,12 @@
 """Perplexity on held-out text: dense weights, AWQ, and AWQ with each low-bit cache.
 
     python -m tests.benchmarks.perplexity [--models smollm2 demo] [--tokens 20480] [--json FILE]
-        [--demo-twin FOLDER --demo-text FILE]
+        [--demo-twin FOLDER --demo-held FOLDER]
 
-The text of `smollm2` is the interpreter's own help; the demo model is measured on text kept out of its training, beside
-its full-precision twin, neither of which is in the repository. Compute is float32 on the native kernels, so that a row
-differs from the one it is compared with in what it names alone. Ends with 1 if a limit is missed.
+The text of `smollm2` is the interpreter's own help; the demo model is measured on the token files kept out of its
+training, beside its full-precision twin: its training leaves both, and neither is in the repository. Compute is float32
+on the native kernels, so that a row differs from the one it is compared with in what it names alone. Ends with 1 if a
+limit is missed.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ import argparse
 import json
 import tempfile
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from deepseek_tgi.adapters.base import LoadOptions
+from deepseek_tgi.adapters.hub import resolve_folder
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.convert.import_gguf import import_gguf
 from deepseek_tgi.convert.small_model import ensure_small_model, small_gguf
 from deepseek_tgi.kv.layout import PER_HEAD_MODES, KVLayout, KVMode
+from deepseek_tgi.text.tokenizer import TextTokenizer
 from tests.benchmarks.measure import circumstances
 from tests.held_out import loss_on, prose
 
@@ -34,12 +38,12 @@ LOW_BITS = (KVMode.INT8, KVMode.FP8, KVMode.INT4)
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model in both forms, with text that neither has seen."""
+    """A model in both forms, with the tokens of text that neither has seen."""
 
     name: str
     dense: Path
     awq: Path
-    text: str
+    ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +65,17 @@ class Row:
         return self.limit is None or self.change is None or abs(self.change) <= self.limit
 
 
-def measure(subject: Subject, num_tokens: int, window: int) -> Iterator[Row]:
+def measure(subject: Subject, window: int) -> Iterator[Row]:
     """All rows of one model."""
-    dense = _row(subject, "dense", _load(subject.dense), KVMode.FLOAT32, num_tokens, window)
+    dense = _row(subject, "dense", _load(subject.dense), KVMode.FLOAT32, window)
     yield dense
     adapter = _load(subject.awq)
-    exact = _row(subject, "AWQ", adapter, KVMode.FLOAT32, num_tokens, window, against=dense)
+    exact = _row(subject, "AWQ", adapter, KVMode.FLOAT32, window, against=dense)
     yield exact
     per_head = isinstance(adapter.kv_layout, KVLayout)
     for mode in LOW_BITS:
         if not per_head or mode in PER_HEAD_MODES:
-            yield _row(subject, "AWQ", adapter, mode, num_tokens, window, against=exact)
+            yield _row(subject, "AWQ", adapter, mode, window, against=exact)
 
 
 def _load(folder: Path) -> QuantizedModelAdapter:
@@ -83,14 +87,12 @@ def _row(
     weights: str,
     adapter: QuantizedModelAdapter,
     mode: KVMode,
-    num_tokens: int,
     window: int,
     *,
     against: Row | None = None,
 ) -> Row:
-    ids = adapter.tokenizer.encode(subject.text, add_special_tokens=False)[:num_tokens]
     started = time.perf_counter()
-    loss = loss_on(adapter, mode, ids, min(window, adapter.info.max_position_embeddings))
+    loss = loss_on(adapter, mode, subject.ids, min(window, adapter.info.max_position_embeddings))
     change = None if against is None else loss.perplexity / against.perplexity - 1
     return Row(
         model=subject.name,
@@ -115,12 +117,34 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
 
 
 @contextmanager
-def smollm2() -> Iterator[Subject]:
+def smollm2(num_tokens: int) -> Iterator[Subject]:
     """The small real model: its own GGUF file unpacked to float16, and the AWQ checkpoint that is served."""
     with tempfile.TemporaryDirectory(prefix="perplexity-") as work:
-        dense = Path(work) / "dense"
+        dense, awq = Path(work) / "dense", ensure_small_model()
         import_gguf(small_gguf(Path(work)), dense)
-        yield Subject("SmolLM2-135M-Instruct", dense, ensure_small_model(), prose())
+        ids = TextTokenizer.from_folder(awq).encode(prose(), add_special_tokens=False)
+        yield Subject("SmolLM2-135M-Instruct", dense, awq, ids[:num_tokens])
+
+
+@contextmanager
+def demo(twin: Path, held: Path, num_tokens: int) -> Iterator[Subject]:
+    """The bundled model beside its full-precision twin, which has no tokenizer of its own: it gets the same."""
+    awq = resolve_folder("demo")
+    with tempfile.TemporaryDirectory(prefix="perplexity-") as work:
+        for path in (*twin.iterdir(), *awq.glob("tokenizer*")):
+            if path.is_file():
+                (Path(work) / path.name).symlink_to(path.resolve())
+        yield Subject("demo", Path(work), awq, held_tokens(held, num_tokens))
+
+
+def held_tokens(folder: Path, num_tokens: int) -> list[int]:
+    """An equal part of each `held-*.bin` (token ids of 16 bits, document after document), `num_tokens` in all."""
+    files = sorted(folder.glob("held-*.bin"))
+    ids: list[int] = []
+    for number, path in enumerate(files):
+        tokens = array("H", path.read_bytes())
+        ids += tokens[: (num_tokens - len(ids)) // (len(files) - number)]
+    return ids
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,29 +153,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=20 * 1024)
     parser.add_argument("--window", type=int, default=1024, help="tokens that see each other")
     parser.add_argument("--demo-twin", type=Path, help="folder of the demo model in full precision")
-    parser.add_argument("--demo-text", type=Path, help="text kept out of its training")
+    parser.add_argument("--demo-held", type=Path, help="folder of the token files kept out of its training")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     rows: list[Row] = []
     if "smollm2" in options.models:
-        with smollm2() as subject:
-            rows += _told(measure(subject, options.tokens, options.window))
+        with smollm2(options.tokens) as subject:
+            rows += _told(measure(subject, options.window))
     if "demo" in options.models:
-        rows += _told(measure(_demo(parser, options), options.tokens, options.window))
+        if options.demo_twin is None or options.demo_held is None:
+            parser.error("the demo model needs --demo-twin and --demo-held")
+        with demo(options.demo_twin, options.demo_held, options.tokens) as subject:
+            rows += _told(measure(subject, options.window))
     print(*markdown(rows), sep="\n")
     if options.json is not None:
         report = {**circumstances(), "window": options.window, "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if all(row.met for row in rows) else 1
-
-
-def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Subject:
-    from deepseek_tgi.adapters.hub import resolve_folder
-
-    if options.demo_twin is None or options.demo_text is None:
-        parser.error("the demo model needs --demo-twin and --demo-text")
-    text = options.demo_text.read_text(encoding="utf-8")
-    return Subject("demo", options.demo_twin, resolve_folder("demo"), text)
 
 
 def _told(rows: Iterator[Row]) -> Iterator[Row]:
