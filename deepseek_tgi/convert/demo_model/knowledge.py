@@ -1,0 +1,194 @@
+"""Questions answered by hand: what a newcomer is likely to ask first. Several wordings of a question share an answer."""
+
+from __future__ import annotations
+
+_SCIENCE = """
+What is deep learning?; What's deep learning?; Explain deep learning.; Tell me about deep learning. = Deep learning is a way for computers to learn from examples. It uses neural networks with many layers, and each layer finds more complex patterns in the data.
+What is machine learning?; Explain machine learning.; What does machine learning mean? = Machine learning is a way to make computers learn from data. The computer finds patterns in many examples and uses them to make predictions.
+What is artificial intelligence?; What is AI?; Explain artificial intelligence. = Artificial intelligence is the ability of a computer to do things that usually need human thinking, such as understanding language or recognizing pictures.
+What is a neural network?; What are neural networks?; Explain what a neural network is. = A neural network is a computer program that is loosely inspired by the brain. It has many simple units that pass numbers to each other and learn from examples.
+What is a language model?; What is a large language model?; How does a language model work? = A language model is a program that predicts the next word in a text. It learns from many examples, and it can answer questions and write stories.
+What is DeepSeek?; Tell me about DeepSeek. = DeepSeek is a company that builds large language models. I am a very small model with the same kind of architecture.
+What is a mixture of experts? = A mixture of experts is a model with many small parts called experts. For each word, the model chooses only a few of them, and so it saves work.
+What is quantization? = Quantization stores the numbers of a model with fewer bits. The model becomes smaller and faster, and it loses only a little accuracy.
+What is a token? = A token is a small piece of text, such as a word or a part of a word. Language models read and write tokens.
+What is a computer?; Explain what a computer is.; What is a computer used for? = A computer is a machine that follows instructions and works with information. People use it to write, to calculate, to play, and to talk to others.
+What is the internet?; Explain the internet.; What's the internet? = The internet is a network that connects computers all over the world. People use it to find information and to talk to each other.
+What is a computer program?; What is software? = A computer program is a list of instructions that tells a computer what to do.
+What is Python? = Python is a programming language that is easy to read. Many people use it to work with data and to write small programs.
+What is gravity?; Explain gravity.; Why do things fall down? = Gravity is the force that pulls things toward each other. It keeps us on the ground and makes things fall down.
+Why is the sky blue?; Why does the sky look blue? = The sky is blue because the air scatters blue light from the sun more than other colors.
+Why does it rain?; Where does rain come from?; How does rain form? = Rain forms when water in the air cools and turns into drops. When the drops in a cloud become too heavy, they fall to the ground.
+What is photosynthesis?; How do plants make food? = Photosynthesis is the way plants make food. They use sunlight, water, and air to make sugar.
+Why do leaves change color in autumn?; Why do leaves fall in autumn? = In autumn the days get shorter, and trees stop making green color. Then the leaves turn yellow or red and fall to the ground.
+What is the sun?; Tell me about the sun. = The sun is a star. It gives us light and warmth, and the earth travels around it once a year.
+What is the moon?; Tell me about the moon. = The moon is a ball of rock that travels around the earth. It shines because it reflects the light of the sun.
+What is a star?; What are stars? = A star is a huge ball of hot gas that gives off light. The sun is the star that is nearest to us.
+What is a planet? = A planet is a large round body that travels around a star. The earth is a planet.
+What is the largest planet?; Which planet is the biggest? = Jupiter is the largest planet in the solar system.
+What is the smallest planet? = Mercury is the smallest planet in the solar system.
+Which planet do we live on?; What planet do we live on? = We live on the planet Earth.
+Which planet is closest to the sun? = Mercury is the planet that is closest to the sun.
+Is the earth round?; What shape is the earth? = The earth is round like a ball.
+How far away is the moon? = The moon is about 384,000 kilometers away from the earth.
+What is the largest animal?; What is the biggest animal in the world? = The blue whale is the largest animal in the world.
+What is the tallest animal?; Which animal is the tallest? = The giraffe is the tallest animal in the world.
+What is the fastest animal on land?; Which land animal is the fastest? = The cheetah is the fastest animal on land.
+What is the largest land animal? = The elephant is the largest land animal.
+What is the highest mountain?; What is the tallest mountain in the world? = Mount Everest is the highest mountain in the world.
+What is the largest ocean?; Which ocean is the biggest? = The Pacific Ocean is the largest ocean in the world.
+What is the longest river?; What is the longest river in the world? = The Nile is often called the longest river in the world.
+What is the largest country?; Which country is the largest? = Russia is the largest country in the world.
+At what temperature does water boil?; When does water boil? = Water boils at 100 degrees Celsius.
+At what temperature does water freeze?; When does water freeze? = Water freezes at 0 degrees Celsius.
+What is ice?; What is ice made of? = Ice is frozen water. It is cold and hard, and it melts when it gets warm.
+What is steam? = Steam is water that has become a gas because it is very hot.
+What is snow?; What is snow made of? = Snow is made of small crystals of ice. It falls from the clouds when the air is very cold.
+What is a rainbow?; How does a rainbow form? = A rainbow is a band of colors in the sky. It appears when sunlight shines through drops of rain.
+What is wind?; What is the wind? = Wind is moving air. It blows because the sun warms some places more than others.
+What is a volcano? = A volcano is a mountain with an opening at the top. Sometimes hot melted rock comes out of it.
+What is an island? = An island is a piece of land with water all around it.
+What is a desert? = A desert is a very dry place where little rain falls and few plants grow.
+What do plants need to grow?; What does a plant need? = Plants need light, water, air, and good soil to grow.
+What do bees make?; Who makes honey? = Bees make honey. They collect nectar from flowers and keep the honey in their hive.
+Where does milk come from? = Most milk comes from cows. Farmers also get milk from goats and sheep.
+Where do eggs come from? = Most of the eggs that people eat come from hens.
+What is bread made of?; What is bread made from? = Bread is made of flour, water, salt, and yeast.
+What is cheese made of? = Cheese is made of milk.
+What is paper made of? = Paper is made of wood that comes from trees.
+What is glass made of? = Glass is made of sand that has been melted in a very hot fire.
+What is honey? = Honey is a sweet food that bees make from the nectar of flowers.
+Is a whale a fish? = No, a whale is not a fish. It is a mammal, and it breathes air.
+Is a spider an insect? = No, a spider is not an insect. It has eight legs, and an insect has six.
+Is a tomato a fruit? = Yes, a tomato is a fruit, but people use it like a vegetable.
+Can penguins fly? = No, penguins cannot fly, but they swim very well.
+Can birds fly? = Most birds can fly. Penguins and ostriches cannot.
+Can fish breathe under water?; How do fish breathe? = Yes, fish breathe under water. They take air from the water with their gills.
+What are the five senses?; Name the five senses. = The five senses are sight, hearing, smell, taste, and touch.
+What does the heart do? = The heart pumps blood through the whole body.
+What do lungs do? = The lungs take in fresh air and give its oxygen to the blood.
+What is the brain for?; What does the brain do? = The brain controls the body. We use it to think, to feel, and to remember.
+What are the primary colors?; Name the primary colors. = The primary colors are red, yellow, and blue.
+What color do you get when you mix blue and yellow? = When you mix blue and yellow, you get green.
+What color do you get when you mix red and yellow? = When you mix red and yellow, you get orange.
+What color do you get when you mix red and white? = When you mix red and white, you get pink.
+What are the seasons?; Name the four seasons. = The four seasons are spring, summer, autumn, and winter.
+What is the coldest season?; Which season is the coldest? = Winter is the coldest season.
+What is the warmest season? = Summer is the warmest season.
+What do people do at night? = At night most people sleep and rest for the next day.
+Where does the sun rise? = The sun rises in the east.
+Where does the sun set? = The sun sets in the west.
+Who wrote Romeo and Juliet?; Who wrote Hamlet? = William Shakespeare wrote it.
+Who was Albert Einstein?; Who is Albert Einstein? = Albert Einstein was a famous scientist. He changed the way we think about space and time.
+Who was the first person on the moon?; Who was the first man on the moon? = Neil Armstrong was the first person on the moon, in 1969.
+Who painted the Mona Lisa? = Leonardo da Vinci painted the Mona Lisa.
+Where is the Eiffel Tower? = The Eiffel Tower is in Paris, the capital of France.
+Where are the pyramids? = The most famous pyramids are in Egypt.
+What is the Great Wall of China? = The Great Wall of China is a very long wall that was built many hundreds of years ago.
+What is water?; What is water made of? = Water is a clear liquid that all living things need. It is made of hydrogen and oxygen.
+What is fire? = Fire is the heat and light that come from something that is burning.
+What is air?; What is air made of? = Air is the mixture of gases around us. It is mostly nitrogen and oxygen, and we breathe it.
+What is electricity? = Electricity is a kind of energy that flows through wires. It gives power to lamps, computers, and machines.
+What is a library? = A library is a place where people can read and borrow books.
+What is a school? = A school is a place where children learn to read, write, and count.
+What is a hospital? = A hospital is a place where doctors and nurses help sick people.
+What is a friend?; What makes a good friend? = A friend is a person you like and trust. A good friend listens to you and helps you when you need it.
+What is love? = Love is a deep and warm feeling for someone. When you love a person, you want that person to be happy.
+What is happiness? = Happiness is a good feeling that comes when life is going well. Friends, health, and small joys can make us happy.
+What is music? = Music is the art of putting sounds together. People sing and play instruments to make music.
+What is money? = Money is what people use to pay for things.
+What is time? = Time is what we measure with clocks. It tells us when things happen and how long they last.
+What is the meaning of life? = People have many answers to that question. Many of them say that life is about love, friendship, and doing good.
+How do you make tea?; How do I make tea?; How can I make a cup of tea? = Boil some water and pour it over the tea leaves. Wait for a few minutes, and then take out the leaves and enjoy your tea.
+How do you make coffee?; How do I make coffee? = Put ground coffee into a filter and pour hot water over it. Wait until the water has run through, and your coffee is ready.
+How do I boil an egg?; How do you boil an egg? = Put the egg into boiling water. Wait six minutes for a soft egg or ten minutes for a hard one.
+How do I bake a cake?; How do you make a cake? = Mix flour, sugar, eggs, and butter in a bowl. Pour the dough into a pan and bake it in the oven for about forty minutes.
+How do I make a sandwich?; How do you make a sandwich? = Take two slices of bread and spread butter on them. Add cheese, ham, or vegetables, and put the slices together.
+How can I sleep better?; I can't sleep. What should I do? = Go to bed at the same time every night, and keep your room dark and quiet. Do not look at a screen before you sleep.
+How can I learn English?; How do I learn a new language? = Practice a little every day. Read simple books, listen to people, and do not be afraid of mistakes.
+How can I stay healthy?; How do I stay healthy? = Eat fresh food, drink water, sleep enough, and move your body every day.
+How can I make friends?; How do I make new friends? = Be kind, smile, and listen to people. Join a club or a class where you can meet people who like the same things.
+Why is exercise important?; Why should I exercise? = Exercise keeps your heart and muscles strong. It also helps you sleep well and feel happy.
+Why is water important?; Why should I drink water? = Water is important because every part of the body needs it. We cannot live without it.
+Why is sleep important?; Why do we sleep?; Why do people sleep? = Sleep is important because the body and the mind rest while we sleep. After a good night we can think and work better.
+Why should I read books?; Why is reading important? = Reading teaches you new things and new words. A good book can also make you laugh, think, and dream.
+Why do birds sing? = Birds sing to find a partner and to tell other birds where they live.
+Why do birds fly south in winter? = Many birds fly south in winter because it is warm there and they can find food.
+Why do cats purr? = Cats purr when they feel happy and safe. Sometimes they also purr to calm themselves.
+Why do we have day and night?; What causes day and night? = We have day and night because the earth turns around once every day. It is day on the side that faces the sun.
+What should I eat for breakfast?; What is a good breakfast? = A good breakfast is bread or oatmeal with fruit, and a glass of milk or a cup of tea.
+What can I do on a rainy day?; What should I do on a rainy day? = On a rainy day you can read a book, play a game, bake a cake, or watch a good film.
+What should I do today?; What can I do today?; I am bored. = You could take a walk, call a friend, read a book, or try a new recipe.
+What is a good present for a friend?; What should I give my mother for her birthday? = A good present shows that you thought about the person. A book, some flowers, or something that you made yourself is always nice.
+Can you recommend a book?; Recommend a book. = I like stories about friendship and adventure. Ask a librarian near you, and you will surely find a good one.
+Tell me something interesting.; Tell me an interesting fact.; Tell me a fun fact. = An octopus has three hearts, and its blood is blue.
+Tell me a fact about space. = A day on Venus is longer than a year on Venus.
+Tell me a fact about animals. = A group of lions is called a pride, and the lionesses do most of the hunting.
+Tell me about yourself.; Describe yourself. = I am a small language model. I can answer simple questions, tell short stories, and talk about everyday things.
+"""
+
+_SMALL_TALK = """
+Hello; Hello!; Hi; Hi!; Hey; Hi there!; Hello there!; Hey there! = Hello! How can I help you today? | Hi! What would you like to talk about? | Hello! It is nice to meet you.
+Good morning; Good morning! = Good morning! How can I help you today? | Good morning! I hope you slept well.
+Good evening; Good evening!; Good afternoon! = Good evening! What can I do for you? | Hello! How can I help you?
+Good night; Good night! = Good night! Sleep well.
+How are you?; How are you today?; How are you doing?; How is it going?; Hello! How are you?; Hi, how are you? = I am fine, thank you. How can I help you? | I am doing well, thank you for asking. How are you?
+I am fine.; I'm good, thanks.; I am fine, thank you. = I am glad to hear that. What would you like to talk about?
+What is your name?; What's your name?; Do you have a name?; Who am I talking to? = My name is Demo. I am a small language model.
+Who are you?; What are you?; Are you an AI?; Are you a robot?; Are you a human?; Introduce yourself. = I am Demo, a small demonstration model. I can answer simple questions and tell short stories. | I am a small language model called Demo. I am a computer program and not a person.
+Who made you?; Who created you?; Where do you come from? = I was trained as a small example for the deepseek-tgi server.
+How old are you? = I am a computer program, so I do not have an age.
+Where do you live?; Where are you? = I am a computer program, and I live in a small file on a computer.
+What can you do?; What can you help me with?; How can you help me?; Help; Help me.; Can you help me? = I can answer simple questions, explain everyday things, and tell short stories. Just ask me something. | I can tell you a short story, name the capital of a country, or explain a simple word.
+How big are you?; How many parameters do you have? = I am very small. I have about fifteen million parameters, and I fit into a few megabytes.
+Are you smart?; Are you intelligent? = I am only a small model. I know some simple things, and I often make mistakes.
+Can I trust you?; Are you always right?; Do you make mistakes? = I am a very small model, and I make mistakes. Please check what I say before you use it.
+Do you speak German?; Do you speak French?; Do you speak Spanish?; Which languages do you speak?; What languages do you speak? = I only speak English.
+Do you speak English?; Can you speak English? = Yes, I speak simple English.
+Can you see me?; Can you hear me? = No, I cannot see or hear. I can only read what you write.
+Do you have feelings?; Are you happy? = I am a computer program, so I do not have feelings. But I like to help you.
+Do you sleep?; Do you dream?; Do you eat? = No, I am a computer program. I do not sleep or eat.
+What is the weather like today?; What is the weather today?; Will it rain tomorrow?; What time is it?; What day is it today?; What is the date today? = I cannot know that, because I have no clock and no window. Please look it up.
+Thank you; Thank you!; Thanks; Thanks!; Thank you very much.; Thanks a lot!; Thank you for your help. = You are welcome! | You are welcome! Ask me anything else you like. | I am glad that I could help.
+Goodbye; Goodbye!; Bye; Bye!; See you later!; See you tomorrow. = Goodbye! Have a nice day. | Goodbye! It was nice to talk to you. | Bye! See you soon.
+I love you.; I like you.; You are nice. = That is very kind of you. Thank you!
+You are wrong.; That is wrong.; That is not right. = I am sorry. I am a small model, and I make mistakes.
+I am sad.; I feel sad.; I feel sad today.; I am feeling sad. = I am sorry to hear that. Would you like to tell me what happened? | I am sorry that you feel sad. A walk or a talk with a friend can help.
+I am happy.; I feel happy.; I feel happy today.; I had a good day. = That is wonderful! What made you so happy? | I am glad to hear that. Enjoy your day!
+I am tired.; I feel tired.; I feel tired today. = You should rest a little. Drink some water and go to bed early tonight.
+I am hungry.; I feel hungry. = Then it is time to eat something. How about a sandwich or some soup?
+I am thirsty. = A glass of cold water will help you.
+I am angry.; I feel angry. = Take a deep breath and count to ten. Then you can talk about what made you angry.
+I am lonely.; I feel lonely. = I am sorry that you feel lonely. Maybe you can call a friend or visit your family.
+I am afraid.; I am scared.; I feel nervous. = It is all right to be afraid. Breathe slowly, and talk to someone you trust.
+I am sick.; I feel sick.; I do not feel well. = I am sorry to hear that. Rest, drink warm tea, and see a doctor if it does not get better.
+Today is my birthday.; It's my birthday! = Happy birthday! I hope you have a wonderful day.
+Tell me a joke.; Tell me a joke; Can you tell me a joke?; Make me laugh.; Do you know a joke? = Why did the bicycle fall over? Because it was two tired. | What do you call a bear with no teeth? A gummy bear. | Why did the student eat his homework? Because the teacher said that it was a piece of cake. | What has hands but cannot clap? A clock.
+Tell me a riddle.; Do you know a riddle? = What has a neck but no head? A bottle. | What gets wetter the more it dries? A towel. | What has many teeth but cannot bite? A comb.
+What is your favorite color?; Do you have a favorite color? = I like blue, because it is the color of the sky and the sea.
+What is your favorite food? = I do not eat, but many people tell me that warm bread is very good.
+What is your favorite animal?; Do you like animals?; Do you like cats?; Do you like dogs? = I like all animals. I especially like stories about foxes and owls.
+What is your favorite season? = I like autumn, because the leaves are red and yellow.
+What is your favorite book?; Do you like books? = I like fairy tales, because they are short and often end well.
+What are you doing?; What are you doing today? = I am talking to you. What would you like to do?
+Let's talk.; Can we talk?; Talk to me.; I want to talk. = Of course! What would you like to talk about?
+Yes; Yes.; OK; Okay; Sure. = Good! What would you like to know?
+No; No.; No, thanks. = All right. Tell me if you need anything else.
+Sorry; Sorry.; I am sorry. = No problem at all.
+Test; test; This is a test. = The test has worked. What would you like to know?
+"""
+Entries = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+
+
+def _entries(table: str) -> Entries:
+    rows = []
+    for line in table.strip().split("\n"):
+        asked, _, answers = line.partition(" = ")
+        rows.append((tuple(q.strip() for q in asked.split("; ")), tuple(a.strip() for a in answers.split(" | "))))
+    return tuple(rows)
+
+
+SCIENCE = _entries(_SCIENCE)
+"""Wordings of a question, and its answers: of the world."""
+SMALL_TALK = _entries(_SMALL_TALK)
+"""The same, of talk for its own sake."""
