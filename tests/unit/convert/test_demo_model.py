@@ -133,7 +133,7 @@ def test_text_that_repeats_itself_or_strays_is_not_kept() -> None:
     assert filters.is_clean(good, ("cat",))
     assert not filters.is_clean(good, ("horse",)), "does not speak of what was asked"
     assert not filters.is_clean(["The the cat sleeps."], ("cat",))
-    assert not filters.is_clean(["A caf\u00e9 cat sleeps."], ("cat",))
+    assert not filters.is_clean(["A cat can run.", "A cat can hop.", "A cat can nap."], ("cat",))
     assert filters.is_circular(["A window is a window."])
     assert filters.sentences("One is done. Two is cut off in the")[-1].startswith("One")
 
