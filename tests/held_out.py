@@ -6,8 +6,10 @@ Imported by tests as `held_out` and by benchmarks as `tests.held_out`, so it nee
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -37,26 +39,65 @@ def prose() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-@torch.no_grad()
-def loss_on(adapter: ModelAdapter, mode: KVMode, ids: Sequence[int], window: int = 1024, chunk: int = 256) -> Loss:
-    """The loss on `ids`, cut into windows that know nothing of each other, the cache in `mode`.
+def windows(ids: Sequence[int], size: int) -> list[Sequence[int]]:
+    """`ids` cut into pieces of `size` that know nothing of each other."""
+    return [ids[start : start + size] for start in range(0, len(ids), size)]
 
-    A window is computed in steps of `chunk` tokens, so that most of what a token sees has been through the cache's
-    format; the first token of a window is not predicted. Raises what the adapter raises.
+
+def every_token(piece: Sequence[int]) -> list[bool]:
+    """All tokens count."""
+    return [True] * len(piece)
+
+
+def outside_turns(user: int, assistant: int) -> Callable[[Sequence[int]], list[bool]]:
+    """All tokens count but those from a `user` mark to the next `assistant` mark, which no training asked for."""
+
+    def counts(piece: Sequence[int]) -> list[bool]:
+        kept, asking = [], False
+        for token in piece:
+            asking = asking or token == user
+            kept.append(not asking)
+            asking = asking and token != assistant
+        return kept
+
+    return counts
+
+
+def held_windows(folder: Path, size: int, num_tokens: int) -> list[list[int]]:
+    """Windows of every `held-*.bin` (token ids of 16 bits), as many of each file, some `num_tokens` in all."""
+    files = sorted(folder.glob("held-*.bin"))
+    each = max(1, num_tokens // size // max(1, len(files)))
+    return [list(piece) for path in files for piece in windows(array("H", path.read_bytes()), size)[:each]]
+
+
+@torch.no_grad()
+def loss_on(
+    adapter: ModelAdapter,
+    mode: KVMode,
+    pieces: Iterable[Sequence[int]],
+    chunk: int = 256,
+    counts: Callable[[Sequence[int]], list[bool]] = every_token,
+) -> Loss:
+    """The loss on the tokens of `pieces` that count, their first ones excepted, with the cache in `mode`.
+
+    A piece is computed in steps of `chunk` tokens, so that most of what a token sees has been through the cache's
+    format. Raises what the adapter raises.
     """
+    pieces = [piece for piece in pieces if len(piece) > 1]
     layout = adapter.kv_layout.with_mode(mode)
-    pool = KVPool(layout, -(-window // layout.block_size))
+    pool = KVPool(layout, -(-max(map(len, pieces)) // layout.block_size))
     total, count = 0.0, 0
     try:
-        for start in range(0, len(ids), window):
-            piece = ids[start : start + window]
+        for piece in pieces:
+            counted = torch.tensor(counts(piece))
             for at, inputs in _steps(piece, chunk, layout.block_size):
                 logits = adapter.step(inputs, pool)
                 targets = torch.tensor(piece[at + 1 : at + chunk + 1])
-                if len(targets):
+                wanted = counted[at + 1 : at + chunk + 1]
+                if wanted.any():
                     losses = torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="none")
-                    total += float(losses.double().sum())
-                    count += len(targets)
+                    total += float(losses[wanted].double().sum())
+                    count += int(wanted.sum())
     finally:
         pool.close()
     return Loss(total / count, count)

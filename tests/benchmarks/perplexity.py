@@ -15,8 +15,7 @@ import argparse
 import json
 import tempfile
 import time
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,21 +28,24 @@ from deepseek_tgi.convert.small_model import ensure_small_model, small_gguf
 from deepseek_tgi.kv.layout import PER_HEAD_MODES, KVLayout, KVMode
 from deepseek_tgi.text.tokenizer import TextTokenizer
 from tests.benchmarks.measure import circumstances
-from tests.held_out import loss_on, prose
+from tests.held_out import every_token, held_windows, loss_on, outside_turns, prose, windows
 
 LIMITS = {KVMode.INT8: 0.001, KVMode.INT4: 0.01}
 """Largest relative change of perplexity that a cache may cost."""
+_DEMO_WINDOW = 513
+"""512 predicted tokens, as the losses are that its training reports."""
 LOW_BITS = (KVMode.INT8, KVMode.FP8, KVMode.INT4)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model in both forms, with the tokens of text that neither has seen."""
+    """A model in both forms, with the tokens of text that neither has seen: pieces that know nothing of each other."""
 
     name: str
     dense: Path
     awq: Path
-    ids: Sequence[int]
+    pieces: Sequence[Sequence[int]]
+    counts: Callable[[Sequence[int]], list[bool]] = every_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +67,17 @@ class Row:
         return self.limit is None or self.change is None or abs(self.change) <= self.limit
 
 
-def measure(subject: Subject, window: int) -> Iterator[Row]:
+def measure(subject: Subject) -> Iterator[Row]:
     """All rows of one model."""
-    dense = _row(subject, "dense", _load(subject.dense), KVMode.FLOAT32, window)
+    dense = _row(subject, "dense", _load(subject.dense), KVMode.FLOAT32)
     yield dense
     adapter = _load(subject.awq)
-    exact = _row(subject, "AWQ", adapter, KVMode.FLOAT32, window, against=dense)
+    exact = _row(subject, "AWQ", adapter, KVMode.FLOAT32, against=dense)
     yield exact
     per_head = isinstance(adapter.kv_layout, KVLayout)
     for mode in LOW_BITS:
         if not per_head or mode in PER_HEAD_MODES:
-            yield _row(subject, "AWQ", adapter, mode, window, against=exact)
+            yield _row(subject, "AWQ", adapter, mode, against=exact)
 
 
 def _load(folder: Path) -> QuantizedModelAdapter:
@@ -87,12 +89,11 @@ def _row(
     weights: str,
     adapter: QuantizedModelAdapter,
     mode: KVMode,
-    window: int,
     *,
     against: Row | None = None,
 ) -> Row:
     started = time.perf_counter()
-    loss = loss_on(adapter, mode, subject.ids, min(window, adapter.info.max_position_embeddings))
+    loss = loss_on(adapter, mode, subject.pieces, counts=subject.counts)
     change = None if against is None else loss.perplexity / against.perplexity - 1
     return Row(
         model=subject.name,
@@ -117,54 +118,49 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
 
 
 @contextmanager
-def smollm2(num_tokens: int) -> Iterator[Subject]:
+def smollm2(num_tokens: int, window: int) -> Iterator[Subject]:
     """The small real model: its own GGUF file unpacked to float16, and the AWQ checkpoint that is served."""
     with tempfile.TemporaryDirectory(prefix="perplexity-") as work:
         dense, awq = Path(work) / "dense", ensure_small_model()
         import_gguf(small_gguf(Path(work)), dense)
         ids = TextTokenizer.from_folder(awq).encode(prose(), add_special_tokens=False)
-        yield Subject("SmolLM2-135M-Instruct", dense, awq, ids[:num_tokens])
+        yield Subject("SmolLM2-135M-Instruct", dense, awq, windows(ids[:num_tokens], window))
 
 
 @contextmanager
 def demo(twin: Path, held: Path, num_tokens: int) -> Iterator[Subject]:
-    """The bundled model beside its full-precision twin, which has no tokenizer of its own: it gets the same."""
+    """The bundled model beside its full-precision twin, which is given the same tokenizer.
+
+    As in its training, windows run over documents, and what a user says is not predicted.
+    """
     awq = resolve_folder("demo")
     with tempfile.TemporaryDirectory(prefix="perplexity-") as work:
-        for path in (*twin.iterdir(), *awq.glob("tokenizer*")):
-            if path.is_file():
-                (Path(work) / path.name).symlink_to(path.resolve())
-        yield Subject("demo", Path(work), awq, held_tokens(held, num_tokens))
-
-
-def held_tokens(folder: Path, num_tokens: int) -> list[int]:
-    """An equal part of each `held-*.bin` (token ids of 16 bits, document after document), `num_tokens` in all."""
-    files = sorted(folder.glob("held-*.bin"))
-    ids: list[int] = []
-    for number, path in enumerate(files):
-        tokens = array("H", path.read_bytes())
-        ids += tokens[: (num_tokens - len(ids)) // (len(files) - number)]
-    return ids
+        own = [path for path in twin.iterdir() if path.is_file() and not path.name.startswith("tokenizer")]
+        for path in (*own, *awq.glob("tokenizer*")):
+            (Path(work) / path.name).symlink_to(path.resolve())
+        tokenizer = TextTokenizer.from_folder(awq)
+        marks = [tokenizer.encode(mark, add_special_tokens=False)[0] for mark in ("<｜User｜>", "<｜Assistant｜>")]
+        yield Subject("demo", Path(work), awq, held_windows(held, _DEMO_WINDOW, num_tokens), outside_turns(*marks))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=["smollm2", "demo"], default=["smollm2", "demo"])
     parser.add_argument("--tokens", type=int, default=20 * 1024)
-    parser.add_argument("--window", type=int, default=1024, help="tokens that see each other")
+    parser.add_argument("--window", type=int, default=1024, help="tokens that see each other, of smollm2")
     parser.add_argument("--demo-twin", type=Path, help="folder of the demo model in full precision")
     parser.add_argument("--demo-held", type=Path, help="folder of the token files kept out of its training")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     rows: list[Row] = []
     if "smollm2" in options.models:
-        with smollm2(options.tokens) as subject:
-            rows += _told(measure(subject, options.window))
+        with smollm2(options.tokens, options.window) as subject:
+            rows += _told(measure(subject))
     if "demo" in options.models:
         if options.demo_twin is None or options.demo_held is None:
             parser.error("the demo model needs --demo-twin and --demo-held")
         with demo(options.demo_twin, options.demo_held, options.tokens) as subject:
-            rows += _told(measure(subject, options.window))
+            rows += _told(measure(subject))
     print(*markdown(rows), sep="\n")
     if options.json is not None:
         report = {**circumstances(), "window": options.window, "rows": [asdict(row) for row in rows]}
