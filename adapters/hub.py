@@ -1,4 +1,4 @@
-"""From a model id to a folder on disk: a local folder, the bundled alias, or a Hugging Face hub id.
+"""From a model id to a folder on disk: a local folder, one of our two aliases, or a Hugging Face hub id.
 
 `resolve_folder` never goes to the network and is what a shard calls; `download` does, and is what `download-weights`
 calls first. Only safetensors, JSON and templates are ever fetched: no pickles, no code.
@@ -12,8 +12,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import deepseek_tgi
 from deepseek_tgi.errors import CheckpointError, ResourceError
 
+DEMO_MODEL_ID = "demo"
+"""Alias of the model inside this package."""
 SMALL_MODEL_ID = "smollm2"
 """Alias of the small real model that `convert.small_model` builds into the cache."""
 SMALL_MODEL_FOLDER = "SmolLM2-135M-Instruct-AWQ-2"
@@ -40,9 +43,11 @@ def resolve_folder(model_id: str, revision: str | None = None, environ: Mapping[
     Raises: `CheckpointError` saying what was looked for and which command would fetch it.
     """
     if not model_id:
-        raise CheckpointError("the model id is empty; expected a folder, a hub id or " + SMALL_MODEL_ID)
+        raise CheckpointError("the model id is empty; expected a folder, a hub id, demo or smollm2")
     if Path(model_id).is_dir():
         return Path(model_id)
+    if model_id == DEMO_MODEL_ID:
+        return _demo_folder()
     if model_id == SMALL_MODEL_ID:
         folder = models_cache(environ) / SMALL_MODEL_FOLDER
         if folder.is_dir():
@@ -60,9 +65,17 @@ def download(model_id: str, revision: str | None = None, environ: Mapping[str, s
 
     Raises: `CheckpointError` for an unknown, gated or unreachable id, `ResourceError` for a full disk.
     """
-    if Path(model_id).is_dir() or model_id == SMALL_MODEL_ID or _is_path(model_id):
+    if Path(model_id).is_dir() or model_id in (DEMO_MODEL_ID, SMALL_MODEL_ID) or _is_path(model_id):
         return resolve_folder(model_id, revision, environ)
     return _snapshot(model_id, revision, environ, local_only=False)
+
+
+def _demo_folder() -> Path:
+    """The bundled model, wherever this package is installed."""
+    folder = Path(deepseek_tgi.__file__).parent / "models" / DEMO_MODEL_ID
+    if not (folder / "model.safetensors").is_file():
+        raise CheckpointError(f"{DEMO_MODEL_ID}: {folder} holds no model; install the package again, whole")
+    return folder
 
 
 def _is_path(model_id: str) -> bool:

@@ -79,7 +79,7 @@ def _add_serving(commands: Commands) -> None:
     quick = _add(
         commands, "quickstart", _quickstart, "serve a small model, ask it a question, go on serving", "quickstart"
     )
-    quick.add_argument("--model-id", default="smollm2", help="smollm2, a folder or a hub id (default smollm2)")
+    quick.add_argument("--model-id", default="demo", help="demo, smollm2, a folder or a hub id (default demo)")
     quick.add_argument("--port", type=_port, default=3000, help="HTTP port on 127.0.0.1 (default 3000)")
     quick.add_argument("--question", default="What is the capital of France?", help="what to ask")
     quick.add_argument("--exit", action="store_true", help="stop after the answer")
@@ -109,7 +109,7 @@ def _add_models(commands: Commands) -> None:
     fetch = _add(
         commands, "download-weights", _download, "make sure a model is on this machine", "download-weights smollm2"
     )
-    fetch.add_argument("model_id", help="smollm2, a folder or a hub id")
+    fetch.add_argument("model_id", help="demo, smollm2, a folder or a hub id")
     fetch.add_argument("--revision", help="hub revision")
     gguf = _add(
         commands,
@@ -179,15 +179,14 @@ def _info(argv: list[str]) -> int:
     for name, spec in options_of(LauncherConfig).items():
         value = getattr(resolved.config, name)
         rows.append((flag_of(name), "***" if spec.secret and value is not None else value, resolved.origins[name]))
-    named = resolved.origins["model_id"] != "default"
     if given != argv:
         options = {flag: {"value": value, "from": origin} for flag, value, origin in rows}
-        model = plan_object(make_plan(resolved.config)) if named else None
+        model = plan_object(make_plan(resolved.config))
         print(json.dumps({"options": options, "model": model}, indent=2))
         return 0
     for flag, value, origin in rows:
         print(f"{flag:<32} {'-' if value in (None, ()) else value!s:<32} {origin}")
-    for line in ["", *plan_lines(make_plan(resolved.config))] if named else []:
+    for line in ["", *plan_lines(make_plan(resolved.config))]:
         print(line)
     return 0
 

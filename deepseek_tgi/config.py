@@ -32,7 +32,8 @@ from deepseek_tgi.options import (
 )
 
 DEFAULT_BACKEND = "deepseek-quant"
-DEFAULT_MODEL = "bigscience/bloom-560m"
+DEFAULT_MODEL = "demo"
+TGI_DEFAULT_MODEL = "bigscience/bloom-560m"
 DEFAULT_SERVICE_NAME = "text-generation-inference.router"
 SHARD_STOP_TIMEOUT_S = 60.0
 DEFAULT_UDS_PATH = "/tmp/text-generation-server"
@@ -91,7 +92,7 @@ class LauncherConfig:
         flag=False,
     )
 
-    model_id: str = _flag(text, "hub id, local folder, or smollm2", "MODEL_ID", MODEL, default=DEFAULT_MODEL)
+    model_id: str = _flag(text, "hub id, local folder, demo or smollm2", "MODEL_ID", MODEL, default=DEFAULT_MODEL)
     revision: str | None = _flag(text, "hub revision", "REVISION", MODEL)
     quantize: str | None = _flag(choice(*QUANTIZERS), "quantizer; the model's own by default", "QUANTIZE", MODEL)
     dtype: str | None = _flag(choice("float16", "bfloat16", "float32"), "compute dtype", "DTYPE", MODEL)

@@ -1,7 +1,8 @@
 """From a dense checkpoint to an AWQ one in AutoAWQ's gemm layout, which AutoAWQ, vLLM and TGI read to the same numbers.
 
-Linear layers inside decoder blocks are quantised; embeddings, output head, norms and biases stay as they are. A layer
-whose outputs do not fill packed words stays dense and is listed in `modules_to_not_convert`.
+Linear layers inside decoder blocks are quantised; embeddings, output head, norms, biases and the routers of experts
+stay as they are. A layer whose outputs do not fill packed words stays dense. Routers and such layers are listed in
+`modules_to_not_convert`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from deepseek_tgi.errors import CheckpointError, ConfigError
 
 GROUP_SIZES = (128, 64, 32)
 """Tried in this order when none is asked for."""
+_ROUTER = ".mlp.gate.weight"
+"""Chooses experts: a small matrix whose rounding would change the choice."""
+_CORRECTION_BIAS = ".e_score_correction_bias"
+"""Is added to scores that lie close together; its family keeps it in float32."""
 _BLOCK_WEIGHT = re.compile(r"model\.layers\.\d+\.(.+)\.weight")
 _COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 """Files that travel along: tokenizer, template, generation settings."""
@@ -91,12 +96,14 @@ def _plan_copy(checkpoint: Checkpoint, name: str) -> _Job:
         raise CheckpointError(
             f"{checkpoint.folder}: tensor {name} has dtype {dtype}; expected a dense float checkpoint"
         )
-    return _Job(name, checkpoint.shape(name), torch.float16 if dtype == torch.float32 else dtype)
+    narrowed = dtype == torch.float32 and not name.endswith(_CORRECTION_BIAS)
+    return _Job(name, checkpoint.shape(name), torch.float16 if narrowed else dtype)
 
 
 def _is_quantised(job: _Job) -> bool:
     inside = _BLOCK_WEIGHT.fullmatch(job.name) is not None
-    return inside and len(job.shape) == 2 and job.shape[0] % NIBBLES_PER_WORD == 0
+    linear = len(job.shape) == 2 and job.shape[0] % NIBBLES_PER_WORD == 0
+    return inside and linear and not job.name.endswith(_ROUTER)
 
 
 def _choose_group_size(jobs: list[_Job], wanted: int | None) -> int:

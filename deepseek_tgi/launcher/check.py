@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deepseek_tgi.adapters.model_config import read_model_config
 from deepseek_tgi.adapters.sharding import plan_shards
-from deepseek_tgi.config import DEFAULT_BACKEND, DEFAULT_MODEL, LauncherConfig
+from deepseek_tgi.config import DEFAULT_BACKEND, TGI_DEFAULT_MODEL, LauncherConfig
 from deepseek_tgi.errors import ConfigError, ResourceError
 
 MAX_PREFILL_TOKENS = 1 << 20
@@ -18,10 +18,10 @@ MAX_PREFILL_TOKENS = 1 << 20
 
 def check_options(config: LauncherConfig) -> None:
     """Raise `ConfigError` for options that TGI's launcher refuses, or that no model can be served with."""
-    if config.model_id == DEFAULT_MODEL:
+    if config.model_id == TGI_DEFAULT_MODEL:
         raise ConfigError(
-            f"--model-id: TGI's default {DEFAULT_MODEL} is no model of this backend; "
-            "give a hub id or a folder, or --model-id smollm2 for a small one to try"
+            f"--model-id: TGI's default {TGI_DEFAULT_MODEL} is no model of this backend; "
+            "give a hub id or a folder, or leave it out for the bundled demo"
         )
     if config.max_input_tokens is not None and config.max_input_length is not None:
         raise ConfigError("--max-input-tokens and --max-input-length are two names of one limit: give one of them")

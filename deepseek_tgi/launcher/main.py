@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from deepseek_tgi import __version__
-from deepseek_tgi.adapters.hub import SMALL_MODEL_ID
+from deepseek_tgi.adapters.hub import DEMO_MODEL_ID, SMALL_MODEL_ID, resolve_folder
 from deepseek_tgi.config import DEFAULT_BACKEND, LauncherConfig, read
 from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.launcher import download, handover, router, shards
@@ -40,7 +40,7 @@ PROGRAM = Program(
     "Serve a model: shards of a backend, and an HTTP router in front of them.",
     "--backend NAME --model-id MODEL [options]",
     f"""example:
-  text-generation-launcher --backend {DEFAULT_BACKEND} --model-id smollm2 --port 3000
+  text-generation-launcher --backend {DEFAULT_BACKEND} --port 3000   # serves the bundled demo model
 
 Without --backend, or with --backend tgi, TGI's own launcher is run with the same options.
 Exit codes: 0 stopped by a signal, 1 a child failed, 2 wrong options, 3 unreadable model, 4 unsupported model,
@@ -134,7 +134,9 @@ def check(config: LauncherConfig, environ: Mapping[str, str]) -> None:
 
 
 def prepared_model(model_id: str, environ: Mapping[str, str], signals: StopSignals) -> str | None:
-    """`model_id`, or the folder of the small model if it is that one's name; None if asked to stop meanwhile."""
+    """`model_id`, or the folder that one of our own names stands for; None if asked to stop meanwhile."""
+    if model_id == DEMO_MODEL_ID:
+        return str(resolve_folder(model_id))
     if model_id != SMALL_MODEL_ID or local_folder(model_id) is not None:
         return model_id
     folder = download.small_model(environ, signals.stopping)

@@ -10,11 +10,9 @@ import sys
 import threading
 from pathlib import Path
 
-import pytest
 from launched_server import alive, await_true, descendants, free_port
 
 
-@pytest.mark.usefixtures("real_model_dir")
 def test_quickstart_answers_and_its_examples_work(tmp_path: Path) -> None:
     output: list[bytes] = []
     process = subprocess.Popen(

@@ -54,7 +54,7 @@ def test_info_shows_values_origins_and_no_secret(
     monkeypatch.setenv("MAX_BEST_OF", "3")
     assert cli.main(["info", "--port", "4000", "--api-key", "very-secret-key"]) == 0
     shown = capsys.readouterr().out
-    lines = {line.split()[0]: line.split()[1:] for line in shown.splitlines()}
+    lines = {line.split()[0]: line.split()[1:] for line in shown.partition("\n\n")[0].splitlines()}
     assert lines["--port"] == ["4000", "flag", "--port"]
     assert lines["--max-best-of"] == ["3", "environment", "MAX_BEST_OF"]
     assert lines["--max-stop-sequences"] == ["4", "default"]
@@ -83,7 +83,8 @@ def test_info_for_programs_is_one_object(tiny_model_dir: Path, capsys: pytest.Ca
     assert found["options"]["--model-id"] == {"value": str(tiny_model_dir), "from": "flag --model-id"}
     assert "very-secret-key" not in shown
     assert cli.main(["info", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["model"] is None
+    bundled = json.loads(capsys.readouterr().out)["model"]
+    assert bundled["model_type"] == "deepseek_v3", "the bundled model is the default"
 
 
 @pytest.mark.parametrize(

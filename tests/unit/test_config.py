@@ -12,9 +12,10 @@ from deepseek_tgi.options import Program, Resolved
 
 PROGRAM = Program("test", "A test.")
 
-# TGI's launcher, version 3.3: flag, default. `None` is "not set". Typed from its documentation, not from our code.
+# TGI's launcher, version 3.3: flag, default. `None` is "not set". Typed from its documentation, not from our code;
+# the model is ours.
 TGI_FLAGS: dict[str, Any] = {
-    "--model-id": "bigscience/bloom-560m", "--revision": None, "--validation-workers": 2, "--sharded": None,
+    "--model-id": "demo", "--revision": None, "--validation-workers": 2, "--sharded": None,
     "--num-shard": None, "--quantize": None, "--speculate": None, "--dtype": None, "--kv-cache-dtype": None,
     "--trust-remote-code": False, "--max-concurrent-requests": 128, "--max-best-of": 2, "--max-stop-sequences": 4,
     "--max-top-n-tokens": 5, "--max-input-tokens": None, "--max-input-length": None, "--max-total-tokens": None,

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import builders
 import numpy as np
 import pytest
 import torch
@@ -262,3 +263,16 @@ def test_constant_groups_survive(fill: float) -> None:
     got = quantise_matrix(weight, 32)
     assert torch.isfinite(got.scales).all()
     assert ((got.dequantise() - weight).abs() <= max(abs(fill) * 1e-3, 2**-24)).all()
+
+
+def test_routers_and_correction_biases_keep_their_numbers(tmp_path: Path) -> None:
+    builders.tiny_checkpoint(tmp_path / "dense", "deepseek_v3", dtype=torch.float32)
+    quantize_rtn(tmp_path / "dense", tmp_path / "awq")
+    before = {n: t for path in (tmp_path / "dense").glob("*.safetensors") for n, t in load_file(path).items()}
+    after = load_file(tmp_path / "awq" / "model.safetensors")
+    routers = [name for name in before if ".mlp.gate." in name]
+    assert routers
+    for name in routers:
+        assert torch.equal(after[name].float(), before[name].to(after[name].dtype).float())
+        assert after[name].dtype == (torch.float32 if name.endswith("correction_bias") else torch.float16)
+    assert any(".experts." in name and name.endswith(".qweight") for name in after)

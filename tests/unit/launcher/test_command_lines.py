@@ -129,7 +129,7 @@ def test_tgis_router_is_taken_if_it_is_there(tmp_path: Any) -> None:
         ({"ngrok": True, "ngrok_edge": "e"}, "--ngrok-authtoken"),
         ({"sharded": True, "quantize": "exl2"}, "exl2 weights cannot be sharded"),
         ({"lora_adapters": "a,b@c@d"}, "got 'b@c@d'"),
-        ({"model_id": "bigscience/bloom-560m"}, "--model-id smollm2"),
+        ({"model_id": "bigscience/bloom-560m"}, "leave it out for the bundled demo"),
     ],
 )
 def test_contradicting_options_are_refused(config: dict[str, Any], message: str) -> None:
