@@ -18,6 +18,11 @@ from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kv.layout import KVMode
 from deepseek_tgi.kv.pool import KVPool
 
+HELD = Path(__file__).parent / "oracles" / "demo_held"
+"""Token files that were kept out of the bundled model's training: the first windows of each kind of text."""
+DEMO_WINDOW = 513
+"""512 predicted tokens, as the losses are that its training reports."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:

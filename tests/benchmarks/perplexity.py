@@ -1,10 +1,11 @@
 """Perplexity on held-out text: dense weights, AWQ, and AWQ with each low-bit cache.
 
-    python -m tests.benchmarks.perplexity [--models smollm2 demo] [--tokens 20480] [--json FILE]
-        [--demo-twin FOLDER --demo-held FOLDER]
+    python -m tests.benchmarks.perplexity [--models smollm2 demo key-bias] [--tokens 20480]
+        [--demo-twin FOLDER] [--demo-held FOLDER] [--json FILE]
 
-The text of `smollm2` is the interpreter's own help; the demo model is measured on the token files kept out of its
-training, beside its full-precision twin: its training leaves both, and neither is in the repository. Compute is float32
+The text of `smollm2` is the interpreter's own help. The demo model is measured on the token files kept out of its
+training (a part of them is in the repository), beside its full-precision twin, which its training leaves and which is
+not: without --demo-twin, dense is left out. `key-bias` is a synthetic qwen2 on what it says itself. Compute is float32
 on the native kernels, so that a row differs from the one it is compared with in what it names alone. Ends with 1 if a
 limit is missed.
 """
@@ -28,22 +29,23 @@ from deepseek_tgi.convert.small_model import ensure_small_model, small_gguf
 from deepseek_tgi.kv.layout import PER_HEAD_MODES, KVLayout, KVMode
 from deepseek_tgi.text.tokenizer import TextTokenizer
 from tests.benchmarks.measure import circumstances
-from tests.held_out import every_token, held_windows, loss_on, outside_turns, prose, windows
+from tests.held_out import DEMO_WINDOW, HELD, every_token, held_windows, loss_on, outside_turns, prose, windows
+from tests.key_bias import own_text, write_checkpoint
+from tests.tiny_tokenizer import write_tokenizer
 
+MODELS = ("smollm2", "demo", "key-bias")
 LIMITS = {KVMode.INT8: 0.001, KVMode.INT4: 0.01}
 """Largest relative change of perplexity that a cache may cost."""
-_DEMO_WINDOW = 513
-"""512 predicted tokens, as the losses are that its training reports."""
 LOW_BITS = (KVMode.INT8, KVMode.FP8, KVMode.INT4)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model in both forms, with the tokens of text that neither has seen: pieces that know nothing of each other."""
+    """A model in one or both forms, with the tokens of text that it has not seen, in pieces without common context."""
 
     name: str
-    dense: Path
-    awq: Path
+    dense: Path | None
+    awq: Path | None
     pieces: Sequence[Sequence[int]]
     counts: Callable[[Sequence[int]], list[bool]] = every_token
 
@@ -68,20 +70,23 @@ class Row:
 
 
 def measure(subject: Subject) -> Iterator[Row]:
-    """All rows of one model."""
-    dense = _row(subject, "dense", _load(subject.dense), KVMode.FLOAT32)
-    yield dense
-    adapter = _load(subject.awq)
-    exact = _row(subject, "AWQ", adapter, KVMode.FLOAT32, against=dense)
-    yield exact
+    """All rows of one model: each form over an exact cache, then the last form over the others."""
+    forms = [(name, path) for name, path in (("dense", subject.dense), ("AWQ", subject.awq)) if path is not None]
+    exact: Row | None = None
+    for weights, folder in forms:
+        adapter = _load(folder)
+        exact = _row(subject, weights, adapter, KVMode.FLOAT32, against=exact)
+        yield exact
     per_head = isinstance(adapter.kv_layout, KVLayout)
     for mode in LOW_BITS:
         if not per_head or mode in PER_HEAD_MODES:
-            yield _row(subject, "AWQ", adapter, mode, against=exact)
+            yield _row(subject, weights, _load(folder, mode), mode, against=exact)
 
 
-def _load(folder: Path) -> QuantizedModelAdapter:
-    return QuantizedModelAdapter.get_model(str(folder), options=LoadOptions(dtype="float32", kernels="native"))
+def _load(folder: Path, mode: KVMode = KVMode.FLOAT32) -> QuantizedModelAdapter:
+    """The model, made ready for a cache in `mode`: what a format needs to know of a model is found at load."""
+    options = LoadOptions(dtype="float32", kernels="native", kv_cache_dtype=mode.value)
+    return QuantizedModelAdapter.get_model(str(folder), options=options)
 
 
 def _row(
@@ -128,28 +133,38 @@ def smollm2(num_tokens: int, window: int) -> Iterator[Subject]:
 
 
 @contextmanager
-def demo(twin: Path, held: Path, num_tokens: int) -> Iterator[Subject]:
+def demo(twin: Path | None, held: Path, num_tokens: int) -> Iterator[Subject]:
     """The bundled model beside its full-precision twin, which is given the same tokenizer.
 
     As in its training, windows run over documents, and what a user says is not predicted.
     """
     awq = resolve_folder("demo")
     with tempfile.TemporaryDirectory(prefix="perplexity-") as work:
-        own = [path for path in twin.iterdir() if path.is_file() and not path.name.startswith("tokenizer")]
+        own = [path for path in (twin.iterdir() if twin else ()) if path.is_file() and "tokenizer" not in path.name]
         for path in (*own, *awq.glob("tokenizer*")):
             (Path(work) / path.name).symlink_to(path.resolve())
         tokenizer = TextTokenizer.from_folder(awq)
         marks = [tokenizer.encode(mark, add_special_tokens=False)[0] for mark in ("<｜User｜>", "<｜Assistant｜>")]
-        yield Subject("demo", Path(work), awq, held_windows(held, _DEMO_WINDOW, num_tokens), outside_turns(*marks))
+        pieces = held_windows(held, DEMO_WINDOW, num_tokens)
+        yield Subject("demo", Path(work) if twin else None, awq, pieces, outside_turns(*marks))
+
+
+@contextmanager
+def key_bias() -> Iterator[Subject]:
+    """A synthetic qwen2 whose keys have a huge constant part, on text of its own."""
+    with tempfile.TemporaryDirectory(prefix="perplexity-") as work:
+        folder = write_checkpoint(Path(work) / "model")
+        write_tokenizer(folder)
+        yield Subject("qwen2 with a huge key bias", folder, None, own_text(_load(folder)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=["smollm2", "demo"], default=["smollm2", "demo"])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", type=int, default=20 * 1024)
     parser.add_argument("--window", type=int, default=1024, help="tokens that see each other, of smollm2")
     parser.add_argument("--demo-twin", type=Path, help="folder of the demo model in full precision")
-    parser.add_argument("--demo-held", type=Path, help="folder of the token files kept out of its training")
+    parser.add_argument("--demo-held", type=Path, default=HELD, help="folder of token files kept out of its training")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     rows: list[Row] = []
@@ -157,9 +172,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with smollm2(options.tokens, options.window) as subject:
             rows += _told(measure(subject))
     if "demo" in options.models:
-        if options.demo_twin is None or options.demo_held is None:
-            parser.error("the demo model needs --demo-twin and --demo-held")
         with demo(options.demo_twin, options.demo_held, options.tokens) as subject:
+            rows += _told(measure(subject))
+    if "key-bias" in options.models:
+        with key_bias() as subject:
             rows += _told(measure(subject))
     print(*markdown(rows), sep="\n")
     if options.json is not None:
