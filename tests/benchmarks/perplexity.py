@@ -22,11 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from deepseek_tgi.adapters.base import LoadOptions
+from deepseek_tgi.adapters.cache_layout import cache_modes
 from deepseek_tgi.adapters.hub import resolve_folder
+from deepseek_tgi.adapters.model_config import read_model_config
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.convert.import_gguf import import_gguf
 from deepseek_tgi.convert.small_model import ensure_small_model, small_gguf
-from deepseek_tgi.kv.layout import PER_HEAD_MODES, KVLayout, KVMode
+from deepseek_tgi.kv.layout import KVMode
 from deepseek_tgi.text.tokenizer import TextTokenizer
 from tests.benchmarks.measure import circumstances
 from tests.held_out import DEMO_WINDOW, HELD, every_token, held_windows, loss_on, outside_turns, prose, windows
@@ -74,12 +76,10 @@ def measure(subject: Subject) -> Iterator[Row]:
     forms = [(name, path) for name, path in (("dense", subject.dense), ("AWQ", subject.awq)) if path is not None]
     exact: Row | None = None
     for weights, folder in forms:
-        adapter = _load(folder)
-        exact = _row(subject, weights, adapter, KVMode.FLOAT32, against=exact)
+        exact = _row(subject, weights, _load(folder), KVMode.FLOAT32, against=exact)
         yield exact
-    per_head = isinstance(adapter.kv_layout, KVLayout)
     for mode in LOW_BITS:
-        if not per_head or mode in PER_HEAD_MODES:
+        if mode in cache_modes(read_model_config(folder)):
             yield _row(subject, weights, _load(folder, mode), mode, against=exact)
 
 
