@@ -30,6 +30,7 @@ from deepseek_tgi.kernels.threads import usable_threads
 from deepseek_tgi.kv.layout import MIN_BLOCK_SIZE, KVMode
 from deepseek_tgi.launcher.check import max_input_tokens
 from deepseek_tgi.launcher.model_facts import num_shards, prefill_tokens, read_facts
+from deepseek_tgi.text.tokenizer import length_limit
 
 GIB = 1 << 30
 
@@ -127,6 +128,7 @@ class Budgets:
         try:
             budget = cache_budget(self._left(), self._workspace(), self._engine())
             positions = self.shards.config.max_position_embeddings
+            positions = min(positions, length_limit(self.folder) or positions)
             plan = plan_cache(layout, self._limits(), positions, budget, self._engine())
             tokens = plan.result.max_supported_total_tokens
         except ResourceError as error:

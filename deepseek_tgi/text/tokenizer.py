@@ -190,7 +190,6 @@ def read_settings(folder: Path) -> TokenizerSettings:
         token = _content(config[name] if name in config else special_map.get(name))
         if token is not None:
             names[name] = token
-    length = config.get("model_max_length")
     listed = generation.get("eos_token_id")
     return TokenizerSettings(
         names=names,
@@ -198,10 +197,20 @@ def read_settings(folder: Path) -> TokenizerSettings:
         add_bos_token=_flag(config.get("add_bos_token")),
         add_eos_token=_flag(config.get("add_eos_token")),
         added_tokens=_added_tokens(config.get("added_tokens_decoder")),
-        model_max_length=int(length) if isinstance(length, int | float) and 0 < length < UNLIMITED_LENGTH else None,
+        model_max_length=_length_limit(config),
         listed_eos_ids=_ids(listed) if isinstance(listed, list) else (),
         fallback_eos_ids=_ids(listed) or _ids(_read_object(folder / "config.json").get("eos_token_id")),
     )
+
+
+def length_limit(folder: Path) -> int | None:
+    """The limit in tokens that `tokenizer_config.json` gives, None without one; reads no tokenizer."""
+    return _length_limit(_read_object(folder / "tokenizer_config.json"))
+
+
+def _length_limit(config: dict[str, Any]) -> int | None:
+    length = config.get("model_max_length")
+    return int(length) if isinstance(length, int | float) and 0 < length < UNLIMITED_LENGTH else None
 
 
 def _parse_backend(file: Path, text: str) -> Tokenizer:

@@ -105,6 +105,13 @@ def test_memory_that_is_asked_for_is_what_is_planned(tmp_path: Path) -> None:
     assert "lower DEEPSEEK_TGI_KV_MEMORY" in short.why
 
 
+def test_the_tokenizers_own_limit_bounds_what_is_useful(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 4096}))
+    fields = R1_DISTILL_LLAMA_8B | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+    # Sixteen requests of full length, and the block that is kept for the liveness request.
+    assert cache(plan_of(tmp_path, fields, free=1 << 40), "int8").tokens_here == 16 * 4096 + 16
+
+
 def test_the_format_in_use_follows_the_options(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "bfloat16"),
