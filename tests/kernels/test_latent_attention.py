@@ -11,7 +11,7 @@ from oracles import latents as oracle
 
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import GenerationError
-from deepseek_tgi.kernels.latent_attention import FORMS, PackedUp
+from deepseek_tgi.kernels.latent_attention import FORMS, PackedUp, takes_expanded
 from deepseek_tgi.kernels.latent_attention.native import LatentAttentionOp
 from deepseek_tgi.kernels.select import KernelSet
 from deepseek_tgi.kv.layout import KVMode, LatentLayout
@@ -213,3 +213,20 @@ def test_operands_that_do_not_fit_are_refused(kernels: KernelSet) -> None:
     other = kernels.pack_up(torch.randn(5 * 64, 32), 5, 24)
     with pytest.raises(GenerationError, match="an up-projection of rank 32, expected 48"):
         replace(case, up=other).run(kernels, "auto")
+
+
+# Multiply-adds a head, R = 512, Dn = Dv = 128, Dr = 64: a pair costs 1088 absorbed, 320 expanded; a query 131072
+# absorbed, a position as much expanded, counted by sixteen and 8 more.
+@pytest.mark.parametrize(
+    ("tokens", "cached", "expanded"),
+    [
+        (64, 0, True),  # 2080 pairs: 2080 * 320 + 72 * 131072 = 10.1 million against 10.7
+        (16, 0, False),  # 136 pairs: 24 * 131072 + 43520 = 3.2 million against 2.2
+        (128, 512, False),  # 73792 pairs: 108.5 million against 97.1
+        (200, 512, True),  # 122500 pairs: 134.7 million against 159.5
+        (1, 4095, False),
+    ],
+)
+def test_the_cheaper_form_is_taken(native_exact: KernelSet, tokens: int, cached: int, expanded: bool) -> None:
+    up = native_exact.pack_up(torch.zeros(256, 512), 1, 128)
+    assert takes_expanded("auto", tokens, cached, up, 64) == expanded

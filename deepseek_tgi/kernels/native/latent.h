@@ -3,6 +3,7 @@
 
 #include "api.h"
 #include "heads.h"
+#include "tile.h"
 #include "transpose.h"
 
 namespace dstgi {
@@ -91,26 +92,28 @@ DSTGI_INLINE void load_int4(const uint8_t* codes, int64_t group, uint8_t scale_b
   store(out, mul(lookup(levels, load_u8(apart)), scale));
 }
 
-// One latent as float32, [rank] (INT4: still rotated); a multiple of 16 elements at a time, which `rank` is.
+// One latent as float32, [rank] (INT4: still rotated); `rank` and the groups are multiples of 16.
 template <LatentMode MODE>
 DSTGI_INLINE void load_latent(const LatentPages& p, const char* row, const char* scales, float* out) {
-  if (MODE == L_INT4) {
-    const F32 levels = load(LEVELS);
-    for (int64_t i = 0; i < p.rank; i += p.group)
-      load_int4(reinterpret_cast<const uint8_t*>(row) + i / 2, p.group,
-                reinterpret_cast<const uint8_t*>(scales)[i / p.group], levels, out + i);
+  if (MODE < L_INT8) {
+    for (int64_t i = 0; i < p.rank; i += LANES)
+      store(out + i, MODE == L_FLOAT32    ? load(reinterpret_cast<const float*>(row) + i)
+                     : MODE == L_BFLOAT16 ? load_bf16(reinterpret_cast<const uint16_t*>(row) + i)
+                                          : load_half(reinterpret_cast<const uint16_t*>(row) + i));
     return;
   }
-  for (int64_t i = 0; i < p.rank; i += LANES) {
-    if (MODE == L_FLOAT32) store(out + i, load(reinterpret_cast<const float*>(row) + i));
-    if (MODE == L_BFLOAT16) store(out + i, load_bf16(reinterpret_cast<const uint16_t*>(row) + i));
-    if (MODE == L_FLOAT16) store(out + i, load_half(reinterpret_cast<const uint16_t*>(row) + i));
-    if (MODE != L_INT8 && MODE != L_FP8) continue;
-    const float scale = from_half(reinterpret_cast<const uint16_t*>(scales)[i / p.group]);
-    if (MODE == L_INT8)
-      store(out + i, mul(to_float(load_s8(reinterpret_cast<const int8_t*>(row) + i)), set1(scale)));
-    else
-      store(out + i, mul(mul(load_e4m3(reinterpret_cast<const uint8_t*>(row) + i), set1(256.0f)), set1(scale)));
+  const F32 levels = load(LEVELS);
+  const uint8_t* codes = reinterpret_cast<const uint8_t*>(row);
+  for (int64_t at = 0, group = 0; at < p.rank; at += p.group, ++group) {
+    if (MODE == L_INT4) {
+      load_int4(codes + at / 2, p.group, reinterpret_cast<const uint8_t*>(scales)[group], levels, out + at);
+      continue;
+    }
+    // FP8's bits are read as 2^-8 of what they mean.
+    const F32 scale = set1(from_half(reinterpret_cast<const uint16_t*>(scales)[group]) * (MODE == L_FP8 ? 256.0f : 1.0f));
+    for (int64_t i = at; i < at + p.group; i += LANES)
+      store(out + i, mul(MODE == L_INT8 ? to_float(load_s8(reinterpret_cast<const int8_t*>(codes) + i))
+                                        : load_e4m3(codes + i), scale));
   }
 }
 
@@ -128,34 +131,62 @@ DSTGI_INLINE void load_rotary(const LatentPages& p, const char* row, float* out)
   }
 }
 
+// Where neighbouring positions lie: sixteen from a multiple of sixteen are in one page, since a block holds such.
+struct Place {
+  const char *latent, *rope, *scale;
+};
+
+struct RowBytes {
+  int64_t latent, rope, scale;
+};
+
+DSTGI_INLINE RowBytes row_bytes(const LatentPages& p) {
+  const int64_t groups = p.mode < L_INT8 ? 0 : p.rank / p.group;
+  return {latent_row_bytes(p), p.rope_dim * (p.mode == L_FLOAT32 ? 4 : 2), groups * (p.mode == L_INT4 ? 1 : 2)};
+}
+
+DSTGI_INLINE Place find_place(const LatentPages& p, const RowBytes& bytes, const int32_t* table, int64_t position) {
+  const int64_t page = table[position / p.block_size] * p.page_stride, row = position % p.block_size;
+  return {p.latent + page + row * bytes.latent, p.rope + page + row * bytes.rope, p.scale + page + row * bytes.scale};
+}
+
 template <LatentMode MODE>
-void load_positions(const LatentPages& p, const int32_t* table, int64_t from, int64_t n, float* panel, int64_t pitch) {
-  const int64_t row_bytes = latent_row_bytes(p), rope_bytes = p.rope_dim * (MODE == L_FLOAT32 ? 4 : 2);
-  const int64_t scale_bytes = MODE < L_INT8 ? 0 : p.rank / p.group * (MODE == L_INT4 ? 1 : 2);
-  for (int64_t j = 0; j < n; ++j) {
-    const int64_t at = from + j, page = table[at / p.block_size] * p.page_stride, place = at % p.block_size;
-    load_latent<MODE>(p, p.latent + page + place * row_bytes, p.scale + page + place * scale_bytes, panel + j * pitch);
-    load_rotary(p, p.rope + page + place * rope_bytes, panel + j * pitch + p.rank);
+void load_group(const LatentPages& p, const RowBytes& bytes, const Place& at, int64_t n, float* panel, int64_t pitch) {
+  for (int64_t j = 0; j < n; ++j, panel += pitch) {
+    load_latent<MODE>(p, at.latent + j * bytes.latent, at.scale + j * bytes.scale, panel);
+    load_rotary(p, at.rope + j * bytes.rope, panel + p.rank);
   }
 }
 
-// Positions [from, from + n) of the request with block table `table`, as rows `pitch` apart: the latent, the rotary key.
-inline void load_panel(const LatentPages& p, const int32_t* table, int64_t from, int64_t n, float* panel,
-                       int64_t pitch) {
+// Up to sixteen positions from `from` on, a multiple of sixteen, of the request with block table `table`: rows `pitch`
+// apart, the latent, then the rotary key.
+inline void load_positions(const LatentPages& p, const int32_t* table, int64_t from, int64_t n, float* panel,
+                           int64_t pitch) {
+  const RowBytes bytes = row_bytes(p);
+  const Place at = find_place(p, bytes, table, from);
   switch (p.mode) {
     case L_FLOAT32:
-      return load_positions<L_FLOAT32>(p, table, from, n, panel, pitch);
+      return load_group<L_FLOAT32>(p, bytes, at, n, panel, pitch);
     case L_BFLOAT16:
-      return load_positions<L_BFLOAT16>(p, table, from, n, panel, pitch);
+      return load_group<L_BFLOAT16>(p, bytes, at, n, panel, pitch);
     case L_FLOAT16:
-      return load_positions<L_FLOAT16>(p, table, from, n, panel, pitch);
+      return load_group<L_FLOAT16>(p, bytes, at, n, panel, pitch);
     case L_INT8:
-      return load_positions<L_INT8>(p, table, from, n, panel, pitch);
+      return load_group<L_INT8>(p, bytes, at, n, panel, pitch);
     case L_INT4:
-      return load_positions<L_INT4>(p, table, from, n, panel, pitch);
+      return load_group<L_INT4>(p, bytes, at, n, panel, pitch);
     default:
-      return load_positions<L_FP8>(p, table, from, n, panel, pitch);
+      return load_group<L_FP8>(p, bytes, at, n, panel, pitch);
   }
+}
+
+// What `load_positions` will read: the latents, to be asked for on the way; the rest is asked for here.
+inline Ahead positions_ahead(const LatentPages& p, const int32_t* table, int64_t from, int64_t n) {
+  const RowBytes bytes = row_bytes(p);
+  const Place at = find_place(p, bytes, table, from);
+  for (int64_t i = 0; i < n * bytes.rope; i += 64) __builtin_prefetch(at.rope + i);
+  for (int64_t i = 0; i < n * bytes.scale; i += 64) __builtin_prefetch(at.scale + i);
+  return {at.latent, at.latent + n * bytes.latent};
 }
 
 }  // namespace dstgi

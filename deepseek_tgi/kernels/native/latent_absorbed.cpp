@@ -116,7 +116,8 @@ void soften_panel(const Work& w, int64_t pad, int64_t start, int64_t n, bool all
 // One segment for all rows of the unit: sums, top and total of it alone.
 void attend_segment(const Step& s, const Unit& u, int64_t segment, int64_t pad, const Work& w) {
   const int64_t rows = u.tokens * s.up.heads, rank = s.p.rank, pitch = s.pitch(), begin = segment * SEGMENT;
-  const int64_t end = std::min(begin + SEGMENT, u.position + u.tokens);
+  const int64_t last = u.position + u.tokens, end = std::min(begin + SEGMENT, last);
+  const int32_t* table = s.table(u.request);
   for (int64_t i = 0; i < rows * rank; i += LANES) store(w.sums + i, zero());
   for (int64_t r = 0; r < pad; r += LANES) {
     store(w.top + r, set1(-INFINITY));
@@ -124,10 +125,16 @@ void attend_segment(const Step& s, const Unit& u, int64_t segment, int64_t pad, 
   }
   for (int64_t at = begin; at < end; at += PANEL) {
     const int64_t n = std::min(PANEL, end - at);
-    load_panel(s.p, s.table(u.request), at, n, w.panel, pitch);
-    product(Left{w.panel, pitch, 1}, n, w.q, pad, pad, rank + s.p.rope_dim, w.scores, pad);
+    for (int64_t j = 0; j < n; j += LANES) {
+      const int64_t count = std::min<int64_t>(LANES, n - j), next = at + j + PANEL;
+      load_positions(s.p, table, at + j, count, w.panel + j * pitch, pitch);
+      Ahead ahead;
+      if (next < last) ahead = positions_ahead(s.p, table, next, std::min<int64_t>(LANES, last - next));
+      product(RowMajor{w.panel + j * pitch, pitch}, count, w.q, pad, pad, rank + s.p.rope_dim, w.scores + j * pad, pad,
+              nullptr, ahead);
+    }
     soften_panel(w, pad, at, n, at + n <= u.position + 1);
-    product(Left{w.scores, 1, pad}, rows, w.panel, pitch, rank, n, w.sums, rank, w.keep);
+    product(ColumnMajor{w.scores, pad}, rows, w.panel, pitch, rank, n, w.sums, rank, w.keep);
   }
 }
 
@@ -211,7 +218,7 @@ void make_queries(const Step& s, const std::vector<Run>& runs, float* queries, i
     const int64_t head = i / tiles, tile = i % tiles, width = tile_width(s.up.rank, tile);
     const B* keys = static_cast<const B*>(s.up.keys) + key_tile(s.up, head, tile);
     for (const Run& run : runs)
-      product(Left{s.query(run.token, head) + s.p.rope_dim, s.c.q_row, 1}, run.tokens, keys, width, width, s.up.nope,
+      product(RowMajor{s.query(run.token, head) + s.p.rope_dim, s.c.q_row}, run.tokens, keys, width, width, s.up.nope,
               queries + (run.row + head) * s.up.rank + tile * UP_TILE, stride);
   });
 }
@@ -228,7 +235,7 @@ void make_outputs(const Step& s, const std::vector<Run>& runs, const float* sums
       for (int64_t t = 0; t < run.tokens; t += AT_ONCE) {
         const int64_t count = std::min(AT_ONCE, run.tokens - t);
         const float* from = sums + (run.row + t * s.up.heads + head) * s.up.rank;
-        product(Left{from, stride, 1}, count, values, width, width, s.up.rank, part, UP_TILE);
+        product(RowMajor{from, stride}, count, values, width, width, s.up.rank, part, UP_TILE);
         for (int64_t j = 0; j < count; ++j) {
           float* to = s.output(run.token + t + j, head) + tile * UP_TILE;
           for (int64_t d = 0; d < width; d += LANES)

@@ -38,7 +38,8 @@ thread_local Scratch own_scratch;
 // Latents and rotary keys of a panel with lanes as positions: `turned` [rank + padded rope][PANEL], absent ones 0.
 void load_turned(const Step& s, const int32_t* table, int64_t from, int64_t n, float* panel, float* turned) {
   const int64_t pitch = s.pitch(), width = s.p.rank + padded16(s.p.rope_dim);
-  load_panel(s.p, table, from, n, panel, pitch);
+  for (int64_t j = 0; j < n; j += LANES)
+    load_positions(s.p, table, from + j, std::min<int64_t>(LANES, n - j), panel + j * pitch, pitch);
   for (int64_t j = 0; j < PANEL; j += LANES)
     for (int64_t d = 0; d < width; d += LANES) {
       F32 lines[LANES];
@@ -54,9 +55,9 @@ DSTGI_INLINE const float* as_floats(const uint16_t* x, int64_t n, float* room) {
   return room;
 }
 
-// Keys and values of one head at a panel's positions. `room` holds a tile of the up-projection.
+// Keys and values of one head at the first n positions of a panel. `room` holds a tile of the up-projection.
 template <class B>
-void make_panel(const Step& s, int64_t head, const float* turned, float* keys, float* values, float* room) {
+void make_panel(const Step& s, int64_t head, int64_t n, const float* turned, float* keys, float* values, float* room) {
   const UpWeight& up = s.up;
   std::memcpy(keys, turned + up.rank * PANEL, sizeof(float) * s.p.rope_dim * PANEL);
   float* rest = keys + s.p.rope_dim * PANEL;
@@ -66,12 +67,13 @@ void make_panel(const Step& s, int64_t head, const float* turned, float* keys, f
     const int64_t width = tile_width(up.rank, tile);
     const B* from = static_cast<const B*>(up.keys) + key_tile(up, head, tile);
     const float* weight = as_floats(from, up.nope * width, room + padded16(up.nope));
-    product(Left{weight, width, 1}, up.nope, turned + tile * UP_TILE * PANEL, PANEL, PANEL, width, rest, PANEL, room);
+    product(RowMajor{weight, width}, up.nope, turned + tile * UP_TILE * PANEL, PANEL, padded16(n), width,
+            rest, PANEL, room);
   }
   for (int64_t tile = 0; tile * UP_TILE < up.v_pad; ++tile) {
     const int64_t width = tile_width(up.v_pad, tile);
     const B* weight = static_cast<const B*>(up.values) + value_tile(up, head, tile);
-    product(Left{turned, 1, PANEL}, PANEL, weight, width, width, up.rank, values + tile * UP_TILE, up.v_pad);
+    product(ColumnMajor{turned, PANEL}, n, weight, width, width, up.rank, values + tile * UP_TILE, up.v_pad);
   }
 }
 
@@ -92,7 +94,7 @@ void make_window(const Plan& plan, int64_t from, int64_t heads, int64_t first, i
     load_turned(s, s.table(plan.request), begin, n, panel, turned);
     const int64_t segment = at / PANELS, part = at % PANELS;
     for (int64_t h = group * HEADS_AT_ONCE; h < std::min(heads, (group + 1) * HEADS_AT_ONCE); ++h)
-      make_panel<B>(s, from + h, turned, plan.keys(h, segment) + part * plan.panel_floats(),
+      make_panel<B>(s, from + h, n, turned, plan.keys(h, segment) + part * plan.panel_floats(),
                     plan.values(h, segment) + part * PANEL * s.up.v_pad, room);
   });
 }

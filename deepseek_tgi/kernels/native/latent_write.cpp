@@ -144,23 +144,19 @@ void store_plain(int64_t mode, const float* x, int64_t width, char* to) {
 
 struct Writer {
   const LatentPages& p;
-  int64_t row_bytes, rope_bytes, scale_bytes;
+  RowBytes bytes;
 
-  explicit Writer(const LatentPages& pages)
-      : p(pages),
-        row_bytes(latent_row_bytes(pages)),
-        rope_bytes(pages.rope_dim * (pages.mode == L_FLOAT32 ? 4 : 2)),
-        scale_bytes(pages.mode < L_INT8 ? 0 : pages.rank / pages.group * (pages.mode == L_INT4 ? 1 : 2)) {}
+  explicit Writer(const LatentPages& pages) : p(pages), bytes(row_bytes(pages)) {}
 
   void operator()(const float* latent, const float* rope, int64_t slot) const {
     if (slot < 0) return;
     const int64_t page = slot / p.block_size * p.page_stride, place = slot % p.block_size;
-    store_plain(p.mode, rope, p.rope_dim, p.rope + page + place * rope_bytes);
-    char* row = p.latent + page + place * row_bytes;
+    store_plain(p.mode, rope, p.rope_dim, p.rope + page + place * bytes.rope);
+    char* row = p.latent + page + place * bytes.latent;
     if (p.mode < L_INT8)
       store_plain(p.mode, latent, p.rank, row);
     else
-      store_quantised(p, latent, row, p.scale + page + place * scale_bytes);
+      store_quantised(p, latent, row, p.scale + page + place * bytes.scale);
   }
 };
 
