@@ -81,8 +81,8 @@ class ShardClient:
         return answer
 
     async def health(self) -> None:
-        """Raise `ShardError` unless the last rank says it is alive."""
-        await self._all("Health", pb.HealthRequest(), _last, timeout=HEALTH_TIMEOUT_S)
+        """Raise `ShardError` unless every rank says it is alive. TGI's router asks all and hears the last."""
+        await self._all("Health", pb.HealthRequest(), _every, timeout=HEALTH_TIMEOUT_S)
 
     async def clear_cache(self, batch_id: int | None = None) -> None:
         """Forget one cached batch, or all. Raises `ShardError` if any rank errs."""
@@ -94,8 +94,8 @@ class ShardClient:
         return min(answers, key=lambda a: (a.max_supported_total_tokens, a.max_input_tokens, a.max_total_tokens))
 
     def filter_batch(self, batch_id: int, request_ids: Iterable[int]) -> Awaitable[pb.FilterBatchResponse]:
-        """Keep these requests; the last rank's answer."""
-        return self._all("FilterBatch", pb.FilterBatchRequest(batch_id=batch_id, request_ids=request_ids), _last)
+        """Keep these requests; the last rank's answer, or any rank's error: a batch that differs is of no more use."""
+        return self._all("FilterBatch", pb.FilterBatchRequest(batch_id=batch_id, request_ids=request_ids), _agreed)
 
     def prefill(
         self,
@@ -152,6 +152,10 @@ def _every(answers: list[Any]) -> list[Any]:
         if isinstance(answer, ShardError):
             raise answer
     return answers
+
+
+def _agreed(answers: list[Any]) -> Any:
+    return _every(answers)[-1]
 
 
 def _merged(answers: list[Any]) -> Any:
