@@ -1,4 +1,5 @@
-"""Times each CPU op at the shapes of a 135M Llama beside torch's own operators and the memory floor.
+"""Times each CPU op at the shapes of a 135M Llama, and latent attention at those of DeepSeek-V2-Lite, beside torch's own
+operators and the memory floor.
 
     python -m tests.benchmarks.kernels_cpu [--threads 2] [--repeats 15] [--rows 1 4 16 64 512]
 
@@ -20,7 +21,7 @@ import torch
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import ComputeDtype
 from deepseek_tgi.kernels.select import KernelSet, select_kernels
-from deepseek_tgi.kv.layout import KVLayout, KVMode
+from deepseek_tgi.kv.layout import PER_HEAD_MODES, KVLayout, KVMode, LatentLayout
 from deepseek_tgi.kv.pool import KVPool
 from tests.benchmarks.measure import circumstances, read_bandwidth_bytes_per_s
 
@@ -30,6 +31,8 @@ GROUP = 64
 ROTATED_BYTES = 96 << 20
 FEW_ROWS = 16
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
+LATENT = (16, 512, 64, 128, 128)
+"""Heads, rank, rotary part, part without position and value of DeepSeek-V2-Lite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,32 @@ def attention_rows(kernels: KernelSet, mode: KVMode, tokens: int, cached: int, r
     print(timing.line(name, 4.0 * HEADS * HEAD_DIM * seen, size, size / bandwidth))
 
 
+def latent_rows(kernels: KernelSet, mode: KVMode, tokens: int, cached: int, repeats: int, bandwidth: float) -> None:
+    """As `attention_rows` with `tokens` of one request, over latents, in each form that fits."""
+    heads, rank, rope, nope, value = LATENT
+    length = cached + tokens
+    pool = KVPool(LatentLayout(1, rank, rope, mode), -(-length // 16))
+    kernels.latent_write(pool.latents(0), torch.randn(length, rank), torch.randn(length, rope), torch.arange(length))
+    nothing = torch.zeros(tokens, dtype=torch.int64)
+    inputs = ForwardInputs(
+        nothing, nothing.int(), nothing, torch.tensor([0, tokens], dtype=torch.int32),
+        torch.arange(pool.num_blocks, dtype=torch.int32).unsqueeze(0), torch.tensor([cached], dtype=torch.int32),
+        nothing[:1], tokens, length,
+    )  # fmt: skip
+    up = kernels.pack_up(torch.randn(heads * (nope + value), rank) * rank**-0.5, heads, nope)
+    q, out = torch.randn(tokens, heads, rope + nope), torch.empty(tokens, heads, value)
+    pairs, made = tokens * cached + tokens * (tokens + 1) // 2, rank * (nope + value)
+    work = {
+        "absorbed": pairs * (rope + 2 * rank) + tokens * made,
+        "expanded": pairs * (rope + nope + value) + length * made,
+    }
+    for form in ("absorbed", "expanded") if tokens > 1 else ("absorbed",):
+        call = partial(kernels.latent_attention, q, pool.latents(0), up, inputs, scale=0.07, out=out, form=form)
+        size = length * pool.layout.layer_bytes_per_token + up.nbytes
+        name = f"{mode.value}, {tokens} at {cached}, {form}"
+        print(timed([call], repeats).line(name, 2.0 * heads * work[form], size, size / bandwidth))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, default=0)
@@ -165,9 +194,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"head {HEAD[0]} x {HEAD[1]}, M={rows}")
             head_rows(sets, rows, options.repeats, bandwidth)
     print("attention, 9 heads over 3, head size 64")
-    for mode in KVMode:
+    for mode in PER_HEAD_MODES:
         for tokens, cached in ((1, 127), (1, 511), (1, 4095), (0, 511), (512, 0)):
             attention_rows(sets["ours bfloat16"], mode, tokens, cached, options.repeats, bandwidth)
+    print("latent attention of DeepSeek-V2-Lite, 16 heads, rank 512")
+    for mode, tokens, cached in (
+        *((mode, 1, 4095) for mode in KVMode), (KVMode.BFLOAT16, 1, 511), (KVMode.BFLOAT16, 512, 0),
+        (KVMode.BFLOAT16, 64, 512), (KVMode.BFLOAT16, 512, 2048),
+    ):  # fmt: skip
+        latent_rows(sets["ours bfloat16"], mode, tokens, cached, options.repeats, bandwidth)
 
 
 if __name__ == "__main__":

@@ -167,6 +167,31 @@ def test_the_number_of_threads_does_not_show(native: KernelSet, geometry: Geomet
         assert torch.equal(case.run(native, form), case.run(alone, form))
 
 
+def test_more_tokens_than_are_absorbed_at_once(native_exact: KernelSet) -> None:
+    case = make_case(native_exact, LITE, ([700, 400], [0, 10]), KVMode.BFLOAT16)  # 1024 tokens at once
+    whole, tables = case.run(native_exact, "absorbed"), case.inputs.block_tables
+    for first, n, cached, request in ((0, 700, 0, 0), (700, 400, 10, 1)):
+        alone = case.run(native_exact, "absorbed", step([n], [cached], tables[request : request + 1]), first)
+        assert torch.equal(alone, whole[first : first + n])
+
+
+def test_more_keys_and_values_than_are_expanded_at_once(native_exact: KernelSet) -> None:
+    # Half of the heads and one segment of 256 positions at once.
+    case = make_case(native_exact, Geometry(64, 16, 2000, 16, 2), ([40], [600]), KVMode.FLOAT32)
+    whole, tables = case.run(native_exact, "expanded"), case.inputs.block_tables
+    assert float((whole - case.run(native_exact, "absorbed")).abs().max()) <= 1e-5
+    assert torch.equal(case.run(native_exact, "expanded", step([15], [600], tables)), whole[:15])
+
+
+def test_more_segments_than_are_merged_at_once(native_exact: KernelSet) -> None:
+    # 63 segments at once; a single thread keeps no segment's result.
+    case = make_case(native_exact, Geometry(128, 1, 1, 1024, 2), ([1], [16500]), KVMode.INT8)
+    op = native_exact.latent_attention
+    assert isinstance(op, LatentAttentionOp)
+    alone = replace(native_exact, latent_attention=LatentAttentionOp(op.library, 1))
+    assert torch.equal(case.run(native_exact, "auto"), case.run(alone, "auto"))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_choice_of_a_form_is_the_requests_own(native: KernelSet, form: str) -> None:
     case = make_case(native, SMALL, ([70, 1, 9, 2], [0, 300, 250, 500]), KVMode.INT8)

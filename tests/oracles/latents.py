@@ -102,13 +102,12 @@ def attention(q: Array, latent: Array, rope: Array, up: Array, cached: int, scal
     """
     n, heads, width = q.shape
     nope = width - rope.shape[1]
-    made = np.einsum("hdr,lr->hld", up.astype(np.float64), latent.astype(np.float64))
+    made = latent.astype(np.float64) @ up.astype(np.float64).transpose(0, 2, 1)  # [H, L, Dn + Dv]
     out = np.empty((n, heads, made.shape[2] - nope))
+    keys = np.concatenate((np.broadcast_to(rope, (heads, *rope.shape)), made[..., :nope]), 2)  # [H, L, Dr + Dn]
     for i in range(n):
         seen = cached + i + 1
-        for h in range(heads):
-            keys = np.concatenate((rope[:seen], made[h, :seen, :nope]), 1)
-            scores = keys @ q[i, h].astype(np.float64) * scale
-            weights = np.exp(scores - scores.max())
-            out[i, h] = weights @ made[h, :seen, nope:] / weights.sum()
+        scores = np.einsum("hld,hd->hl", keys[:, :seen], q[i].astype(np.float64)) * scale
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        out[i] = np.einsum("hl,hld->hd", weights / weights.sum(1, keepdims=True), made[:, :seen, nope:])
     return out
