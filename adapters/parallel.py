@@ -1,5 +1,7 @@
 """What the ranks of one model exchange, and what happens when one is lost.
 
+Ranks of one machine exchange through memory that they share where they can, else through torch's process group.
+
 Choice: torch's process group is used directly, and every failure of an exchange is a `DeviceError` that names the lost
 rank: ranks that have missed an exchange can never agree again, so the process leaves. Prevents: a shard that waits for
 ever, or answers with half a model. Rejected: `init_process_group`, whose global state outlives a failure.
@@ -10,10 +12,13 @@ Source: `torch.distributed`, `ProcessGroupGloo`.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +27,8 @@ import torch
 import torch.distributed as dist
 
 from deepseek_tgi.errors import DeviceError
+from deepseek_tgi.kernels.library import NativeLibrary
+from deepseek_tgi.kernels.rank_memory import SLOT_FLOATS, RankMemory, attach, create, forget
 
 EXIT_S = 0.5
 SWAP_TAG = 1
@@ -68,7 +75,34 @@ class RankGroup:
         self._group = group
         self._processes = processes
         self._lost: str | None = None
+        self._memory: RankMemory | None = None
         self._theirs = torch.empty(SWAPPED_FLOATS)
+
+    def share_memory(self, library: NativeLibrary | None) -> bool:
+        """Exchange through memory from now on, if all ranks are on one machine and all can; says whether they do.
+
+        `library` None: this rank cannot. Every rank must call it.
+        """
+        if len({process.machine for process in self._processes}) > 1:
+            return False
+        name = f"deepseek-tgi-{self.first_says(secrets.randbits(62)):016x}"
+        mapped: mmap | None = None
+        try:
+            with suppress(OSError):
+                mapped = create(name, self.world_size) if self.first and library is not None else None
+            if not self.smallest(int(mapped is not None or not self.first)):
+                return False
+            with suppress(OSError):
+                mapped = attach(name, self.world_size) if not self.first and library is not None else mapped
+            if not self.smallest(int(mapped is not None)):
+                return False
+        finally:
+            if self.first:
+                forget(name)
+        assert library is not None, "only then is the memory mapped"
+        assert mapped is not None, "all ranks said so"
+        self._memory = RankMemory(library, mapped, self.rank, self.world_size)
+        return True
 
     @property
     def first(self) -> bool:
@@ -81,7 +115,10 @@ class RankGroup:
         Two ranks simply swap what is short, which halves the messages that follow one another: a token's sums are
         bound by their time. a + b and b + a are the same bits.
         """
-        if self.world_size == 2 and tensor.numel() <= SWAPPED_FLOATS:
+        if self._memory is not None:
+            self._check()
+            self._memory.add_up(tensor, self._late)
+        elif self.world_size == 2 and tensor.numel() <= SWAPPED_FLOATS:
             tensor += self._swap(tensor)
         else:
             self._wait("all_reduce", lambda: self._group.allreduce([tensor]))
@@ -91,6 +128,10 @@ class RankGroup:
         rows, most = own.shape[0], max(widths)
         if own.shape[1] < most:
             own = torch.nn.functional.pad(own, (0, most - own.shape[1]))
+        if self._memory is not None and own.numel() <= SLOT_FLOATS:
+            self._check()
+            parts = [part.view(rows, most) for part in self._memory.of_all(own.view(-1), self._late)]
+            return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
         every = own.new_empty(self.world_size * rows, most)
         self._wait("all_gather", lambda: self._group._allgather_base(every, own))
         parts = [every[r * rows : (r + 1) * rows, :width] for r, width in enumerate(widths)]
@@ -107,6 +148,9 @@ class RankGroup:
     def first_says(self, number: int) -> int:
         """The `number` of rank 0."""
         held = torch.tensor([number], dtype=torch.int64)
+        if self._memory is not None:
+            self._check()
+            return int(self._memory.of_all(held.view(torch.float32), self._late)[0].view(torch.int64))
         options: Any = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._wait("broadcast", lambda: self._group.broadcast([held], options))
@@ -119,6 +163,8 @@ class RankGroup:
     def break_up(self, reason: str) -> None:
         """Take part in no exchange any more, and let the others find out; `reason` is the error of who tries."""
         self._lost = self._lost or reason
+        if self._memory is not None:
+            self._memory.leave()
         self._group = None  # the last reference: only its destructor closes the connections
 
     def close(self) -> None:
@@ -139,13 +185,30 @@ class RankGroup:
         return theirs
 
     def _wait(self, name: str, start: Start) -> None:
-        if self._lost is not None:
-            raise DeviceError(self._lost)
+        self._check()
         try:
             start().wait()
         except RuntimeError as error:
             self._lost = self._blame(name, error)
             raise DeviceError(self._lost) from error
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise DeviceError(self._lost)
+
+    def _late(self, rank: int, left: bool, waited_s: float) -> None:
+        """Raise for a rank that will not come."""
+        gone = self._gone([rank], EXIT_S if left else 0.0)
+        if gone:
+            told = f"rank {rank} is gone (process {self._processes[rank].pid})"
+        elif left:
+            told = f"rank {rank} has left"
+        elif waited_s > self._timeout_s:
+            told = f"no answer from rank {rank} within {self._timeout_s:g} s"
+        else:
+            return
+        self._lost = f"rank {self.rank}: {told}"
+        raise DeviceError(self._lost)
 
     def _blame(self, name: str, error: RuntimeError) -> str:
         others = [rank for rank in range(self.world_size) if rank != self.rank]

@@ -23,6 +23,7 @@ from deepseek_tgi.adapters.sharding import Share, plan_shards
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import ConfigError
+from deepseek_tgi.kernels.library import load as load_library
 from deepseek_tgi.kernels.select import KernelSet, select_kernels
 from deepseek_tgi.kernels.threads import usable_threads
 from deepseek_tgi.kv.layout import CacheLayout
@@ -77,7 +78,7 @@ class QuantizedModelAdapter(ModelAdapter):
                 "quantize: got %s, but %s is stored as %s, which decides", options.quantize, folder, plan.label
             )
         kernels = select_kernels(options.device, compute, options.kernels, _threads(options))
-        group = _join(options)
+        group = _join(options, kernels)
         share = Share(shards, options.rank) if group is not None else None
         source = WeightSource(plan, kernels, share, group, latent_form=options.mla_prefill)
         decoder = load_decoder(local, checkpoint, source, options.progress)
@@ -138,10 +139,13 @@ class QuantizedModelAdapter(ModelAdapter):
             self._group.close()
 
 
-def _join(options: LoadOptions) -> RankGroup | None:
+def _join(options: LoadOptions, kernels: KernelSet) -> RankGroup | None:
     if options.world_size == 1:
         return None
-    return join(Meeting(options.rank, options.world_size, options.master_addr, options.master_port))
+    group = join(Meeting(options.rank, options.world_size, options.master_addr, options.master_port))
+    shared = group.share_memory(load_library() if kernels.name == "native" else None)
+    logger.info("ranks exchange through %s", "memory that they share" if shared else "sockets (gloo)")
+    return group
 
 
 def _threads(options: LoadOptions) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import Structure, c_double, c_float, c_int64, c_void_p
+from ctypes import Structure, c_double, c_float, c_int64, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ __all__ = [
     "NativeLibrary",
     "Pages",
     "QuantWeight",
+    "RankRound",
     "RouteCall",
     "UpWeight",
     "load",
@@ -146,6 +147,12 @@ class LayerExperts(Structure):
     ]
 
 
+class RankRound(Structure):
+    """`RankRound` of native/api.h."""
+
+    _fields_ = [*((name, c_int64) for name in ("rank", "world", "slot_floats")), ("round", c_uint64)]
+
+
 _P, _I, _F = c_void_p, c_int64, c_float
 _SIGNATURES: dict[str, list[Any]] = {
     "dstgi_quant_linear": [_P, _P, _I, _I, _P, _P, _P, _I, _P, _F],
@@ -159,6 +166,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dstgi_kv_write": [_P, _P, _P, _P, *[_I] * 6],
     "dstgi_route": [_P, _P, _P, _I, _P, _P],
     "dstgi_moe": [_P, _P, _P, _P, _I, _I, _P, _P],
+    "dstgi_meet": [_P, _P, _P, _I, _I, _I, _P],
+    "dstgi_leave": [_P, _I],
     "dstgi_latent_write": [_P, _P, _P, _P, *[_I] * 4],
     "dstgi_latent_prepare": [_P, _P, _P, _F],
     "dstgi_latent_attention": [_P, _P, _P],

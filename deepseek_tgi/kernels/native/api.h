@@ -107,5 +107,12 @@ struct Experts {
   const QuantWeight* const* layouts;
 };
 
+// One meeting of ranks in shared memory: [world] lines of 64 bytes, each a counter of rounds and whether the rank has left,
+// then [2][world][slot_floats]. Rounds begin at 1.
+struct RankRound {
+  int64_t rank, world, slot_floats;
+  uint64_t round;
+};
+
 // What is done to the rows of x before the product.
 enum Prologue : int64_t { PLAIN = 0, NORM = 1, SILU = 2 };

@@ -19,16 +19,29 @@ from ranks import on_ranks, unused_port
 from deepseek_tgi.adapters.parallel import SWAPPED_FLOATS, RankGroup
 from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.errors import CheckpointError, ConfigError, DeviceError, ResourceError
+from deepseek_tgi.kernels import rank_memory
+from deepseek_tgi.kernels.library import load
+from deepseek_tgi.kernels.rank_memory import SLOT_FLOATS
 
 T = TypeVar("T")
 
 
-def in_groups(world_size: int, work: Callable[[RankGroup], T], timeout_s: float = 20.0) -> list[T]:
+@pytest.fixture(params=["sockets", "memory"])
+def shared(request: pytest.FixtureRequest) -> bool:
+    """Ranks exchange through memory that they share, or not."""
+    return bool(request.param == "memory")
+
+
+def in_groups(
+    world_size: int, work: Callable[[RankGroup], T], timeout_s: float = 20.0, shared: bool = False
+) -> list[T]:
     """`work(group)` on every rank of a group of its own."""
     port = unused_port()
+    library = load() if shared else None
 
     def run(rank: int) -> T:
         group = join(Meeting(rank, world_size, "localhost", port, timeout_s))
+        assert group.share_memory(library) == shared
         try:
             return work(group)
         finally:
@@ -37,9 +50,9 @@ def in_groups(world_size: int, work: Callable[[RankGroup], T], timeout_s: float 
     return on_ranks(world_size, run)
 
 
-@pytest.mark.parametrize("width", [1, 77, SWAPPED_FLOATS // 5, SWAPPED_FLOATS // 5 + 1])
+@pytest.mark.parametrize("width", [1, 77, SWAPPED_FLOATS // 5, SWAPPED_FLOATS // 5 + 1, SLOT_FLOATS // 3])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_sums_are_right_and_the_same_bits_on_every_rank(world_size: int, width: int) -> None:
+def test_sums_are_right_and_the_same_bits_on_every_rank(world_size: int, width: int, shared: bool) -> None:
     parts = torch.randn(world_size, 5, width, generator=torch.Generator().manual_seed(0))
 
     def summed(group: RankGroup) -> torch.Tensor:
@@ -48,24 +61,30 @@ def test_sums_are_right_and_the_same_bits_on_every_rank(world_size: int, width: 
         group.all_reduce(own)
         return own
 
-    results = in_groups(world_size, summed)
+    results = in_groups(world_size, summed, shared=shared)
     assert all(torch.equal(result, results[0]) for result in results)
     assert torch.allclose(results[0], world_size * parts.double().sum(0).float(), atol=1e-5)
 
 
 @pytest.mark.parametrize("widths", [(4, 4), (5, 2), (1, 3, 2)], ids=str)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_columns_are_gathered_in_rank_order_whatever_their_widths(rows: int, widths: tuple[int, ...]) -> None:
+def test_columns_are_gathered_in_rank_order_whatever_their_widths(
+    rows: int, widths: tuple[int, ...], shared: bool
+) -> None:
     whole = torch.arange(rows * sum(widths), dtype=torch.float32).view(rows, -1)
     parts = whole.split(widths, 1)
-    results = in_groups(len(widths), lambda group: group.gather_columns(parts[group.rank].contiguous(), widths))
+
+    def gathered(group: RankGroup) -> torch.Tensor:
+        return group.gather_columns(parts[group.rank].contiguous(), widths)
+
+    results = in_groups(len(widths), gathered, shared=shared)
     assert all(torch.equal(result, whole) for result in results)
 
 
-def test_ranks_agree_on_the_smallest_number_and_on_what_the_first_says() -> None:
+def test_ranks_agree_on_the_smallest_number_and_on_what_the_first_says(shared: bool) -> None:
     big = 2**62
-    assert in_groups(3, lambda group: group.smallest(big + group.rank - 1)) == [big - 1] * 3
-    assert in_groups(3, lambda group: group.first_says(big + 7 * group.rank)) == [big] * 3
+    assert in_groups(3, lambda group: group.smallest(big + group.rank - 1), shared=shared) == [big - 1] * 3
+    assert in_groups(3, lambda group: group.first_says(big + 7 * group.rank), shared=shared) == [big] * 3
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
@@ -107,7 +126,7 @@ def test_ranks_of_one_machine_listen_on_its_loopback_alone() -> None:
     assert set().union(*in_groups(2, lambda _: listening_addresses())) - before <= loopback
 
 
-def test_an_error_in_a_common_step_is_fatal_and_ends_the_others_wait() -> None:
+def test_an_error_in_a_common_step_is_fatal_and_ends_the_others_wait(shared: bool) -> None:
     def work(group: RankGroup) -> str:
         def step() -> None:
             with group.together():
@@ -122,13 +141,13 @@ def test_an_error_in_a_common_step_is_fatal_and_ends_the_others_wait() -> None:
         return str(caught.value)
 
     started = time.monotonic()
-    waited, failed = in_groups(2, work)
+    waited, failed = in_groups(2, work, shared=shared)
     assert time.monotonic() - started < 10, "nobody waits for a time-out"
     assert failed == "rank 1: a step failed that other ranks are in: CheckpointError: no such page"
-    assert waited.startswith("rank 0: the connection to rank 1 broke: all_reduce failed: ")
+    assert waited.startswith(f"rank 0: {'rank 1 has left' if shared else 'the connection to rank 1 broke'}")
 
 
-def test_a_rank_that_says_nothing_is_named_in_bounded_time() -> None:
+def test_a_rank_that_says_nothing_is_named_in_bounded_time(shared: bool) -> None:
     left = threading.Event()
 
     def work(group: RankGroup) -> str:
@@ -140,15 +159,16 @@ def test_a_rank_that_says_nothing_is_named_in_bounded_time() -> None:
         left.set()
         return str(caught.value)
 
-    assert in_groups(2, work, timeout_s=1.0)[0].startswith(
-        "rank 0: no answer from rank 1 within 1 s: all_reduce failed"
-    )
+    waited, _ = in_groups(2, work, timeout_s=1.0, shared=shared)
+    assert waited.startswith("rank 0: no answer from rank 1 within 1 s")
 
 
 PEER = """
 import sys, torch
 from deepseek_tgi.adapters.rendezvous import Meeting, join
+from deepseek_tgi.kernels.library import load
 group = join(Meeting(1, 2, "localhost", int(sys.argv[1]), 20.0))
+group.share_memory(load() if sys.argv[2] == "True" else None)
 group.all_reduce(torch.ones(3))
 sys.stdout.write("summed\\n")
 sys.stdout.flush()
@@ -156,15 +176,38 @@ sys.stdin.read()
 """
 
 
-def test_a_rank_that_was_killed_is_named_with_its_process() -> None:
+def test_a_rank_that_was_killed_is_named_with_its_process(shared: bool) -> None:
     port = unused_port()
-    command = [sys.executable, "-c", PEER, str(port)]
+    command = [sys.executable, "-c", PEER, str(port), str(shared)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
         group = join(Meeting(0, 2, "localhost", port, 20.0))
+        assert group.share_memory(load() if shared else None) == shared
         group.all_reduce(torch.ones(3))
         assert peer.stdout is not None
         assert peer.stdout.readline() == "summed\n"
         peer.send_signal(signal.SIGKILL)
-        with pytest.raises(DeviceError, match=rf"rank 0: rank 1 is gone \(process {peer.pid}\): all_reduce failed"):
+        with pytest.raises(DeviceError, match=rf"rank 0: rank 1 is gone \(process {peer.pid}\)"):
             group.all_reduce(torch.ones(3))
     group.close()
+
+
+def test_shared_memory_leaves_no_name_and_is_refused_by_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(rank_memory.FOLDER.iterdir())
+    library = load()
+    port = unused_port()
+
+    def work(rank: int) -> list[bool]:
+        group = join(Meeting(rank, 3, "localhost", port, 20.0))
+        found = [group.share_memory(None if rank == lame else library) for lame in (0, 2)]
+        total = torch.ones(2)
+        group.all_reduce(total)
+        assert total.tolist() == [3, 3]
+        found.append(group.share_memory(library))
+        group.close()
+        return found
+
+    assert on_ranks(3, work) == [[False, False, True]] * 3
+    assert set(rank_memory.FOLDER.iterdir()) == before
+    monkeypatch.setattr(rank_memory, "FOLDER", Path("/no/such/folder"))
+    with pytest.raises(OSError, match="No such file"):
+        rank_memory.create("name", 2)
