@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_CACHE_DTYPES = ("auto", *(mode.value for mode in KVMode))
+_ALIASES = {"fp8": KVMode.FP8}
 
 
 def resolve_compute_dtype(wish: str) -> ComputeDtype:
@@ -37,7 +38,14 @@ def resolve_compute_dtype(wish: str) -> ComputeDtype:
 
 
 def resolve_kv_mode(wish: str, compute: ComputeDtype) -> KVMode:
-    """The format of cached keys and values. Raises `ConfigError` for a name that is not in `KV_CACHE_DTYPES`."""
+    """The format of cached keys and values; `fp8` means `fp8_e4m3fn`. Raises `ConfigError` for any other name."""
+    if wish in _ALIASES:
+        return _ALIASES[wish]
+    if wish == "fp8_e5m2":
+        raise ConfigError(
+            "kv_cache_dtype: got fp8_e5m2, whose two bits of mantissa lose what a scale keeps in fp8_e4m3fn; take "
+            "fp8_e4m3fn (or fp8), or int8 at the same size"
+        )
     if wish not in KV_CACHE_DTYPES:
         raise ConfigError(f"kv_cache_dtype: got {wish!r}, expected one of {', '.join(KV_CACHE_DTYPES)}")
     if wish == "auto":

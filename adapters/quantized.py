@@ -10,6 +10,7 @@ import torch
 from deepseek_tgi.adapters import ragged
 from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter, ModelInfo
 from deepseek_tgi.adapters.cache_layout import cache_layout
+from deepseek_tgi.adapters.cache_learning import prepare_cache
 from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.dtypes import resolve_compute_dtype, resolve_kv_mode
 from deepseek_tgi.adapters.hub import resolve_folder
@@ -83,7 +84,9 @@ class QuantizedModelAdapter(ModelAdapter):
         source = WeightSource(plan, kernels, share, group, latent_form=options.mla_prefill)
         decoder = load_decoder(local, checkpoint, source, options.progress)
         info = _describe(model_id, config, kernels, decoder, plan.label)
-        return cls(decoder, tokenizer, info, layout, group)
+        adapter = cls(decoder, tokenizer, info, layout, group)
+        prepare_cache(adapter, decoder.parts)
+        return adapter
 
     @property
     def info(self) -> ModelInfo:

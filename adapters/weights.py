@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from deepseek_tgi.adapters.cache_scales import Scales, read_cache_scales
 from deepseek_tgi.adapters.layers.linear import DenseLinear, Int4Linear, Linear, OrderedLinear, SplitLinear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
 from deepseek_tgi.adapters.layers.partial import PartialLinear
@@ -123,6 +124,17 @@ class WeightSource:
     def dense(self, name: str, out_features: int, in_features: int) -> torch.Tensor:
         """Module `name` as `[N, K] float32`, whatever its stored form."""
         return self._read((name,), (out_features,), in_features, False)[0].dequantise()
+
+    def bias(self, name: str, out_features: int) -> torch.Tensor:
+        """This rank's part of the bias of module `name`, `[N] float32`."""
+        whole = out_features if self._share is None else self._share.shape(name)[0]
+        bias = self._plan.tensor(f"{name}.bias", (whole,)).to(torch.float32, copy=True)
+        own = range(whole) if self._share is None else self._share.outputs(name)
+        return bias[own.start : own.stop]
+
+    def cache_scales(self, attention: str) -> Scales:
+        """FP8 scales of the keys and values that module `attention` caches."""
+        return read_cache_scales(self._plan.checkpoint, attention)
 
     def correction_bias(self, gate: str, routing: Routing) -> torch.Tensor | None:
         """The bias `[E] float32` that V3 adds to scores when it chooses experts."""

@@ -41,7 +41,7 @@ QUANTIZERS = (
     *("awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin", "bitsandbytes", "bitsandbytes-nf4"),
     *("bitsandbytes-fp4", "fp8"),
 )
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8_e4m3fn", "fp8_e5m2")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8_e4m3fn", "fp8", "fp8_e5m2")
 MLA_PREFILL = ("auto", "absorbed", "expanded")
 LOG_LEVELS = ("off", "error", "warn", "warning", "info", "debug", "trace")
 
@@ -70,7 +70,8 @@ class LauncherConfig:
     )
     kv_cache_dtype: str | None = option(
         choice(*KV_DTYPES),
-        "number format of the KV cache: auto (follows the compute dtype), float32, bfloat16, float16, int8 or int4",
+        "number format of the KV cache: auto (follows the compute dtype), float32, bfloat16, float16, "
+        "fp8_e4m3fn (or fp8), int8 or int4",
         group=CACHE,
         env=(OWN_PREFIX + "KV_CACHE_DTYPE", "KV_CACHE_DTYPE"),
     )

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from deepseek_tgi.adapters.key_frames import LearningAttention, bias_frame, with_scales
 from deepseek_tgi.adapters.layers.linear import Linear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
 from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, padded
 from deepseek_tgi.adapters.model_config import GroupedQueryAttention, ModelConfig
 from deepseek_tgi.adapters.weights import WeightSource
+from deepseek_tgi.kernels.frame import Frame
 from deepseek_tgi.kernels.qkv_attention import HeadNorms, QkvAttention
+from deepseek_tgi.kernels.select import KernelSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +29,25 @@ class AttentionWeights:
 
 
 class Attention(Part):
-    """Attention of one layer. q, k and v are one product; its output buffer is rotated and read in place."""
+    """Attention of one layer. q, k and v are one product; its output buffer is rotated and read in place.
+
+    Owner of the layer's `frame`, in which low-bit caches store; set before the first request is served.
+    """
 
     def __init__(
-        self, layer: int, spec: GroupedQueryAttention, weights: AttentionWeights, attend: QkvAttention
+        self,
+        layer: int,
+        spec: GroupedQueryAttention,
+        weights: AttentionWeights,
+        kernels: KernelSet,
+        frame: Frame | None = None,
     ) -> None:
         self._layer = layer
         self._spec = spec
         self._weights = weights
-        self._attend = attend
+        self._attend: QkvAttention = kernels.qkv_attention
+        self._kernels = kernels
+        self.frame = frame
         self._scale = spec.head_dim**-0.5
         self._widths = (weights.norm.size, spec.q_width + 2 * spec.kv_width, spec.q_width)
 
@@ -51,7 +64,26 @@ class Attention(Part):
             output=source.linear((f"{name}.o_proj",), (hidden,), spec.q_width, spec.output_bias),
             head_norms=_load_head_norms(source, name, spec.head_dim, eps) if spec.qk_norm else None,
         )
-        return cls(layer, spec, weights, source.kernels.qkv_attention)
+        frame = None
+        if spec.qkv_bias:
+            bias = source.bias(f"{name}.k_proj", spec.kv_width).view(spec.num_key_value_heads, spec.head_dim)
+            frame = bias_frame(bias, config.rope_dim)
+        return cls(layer, spec, weights, source.kernels, with_scales(frame, *source.cache_scales(name)))
+
+    def start_learning(self) -> LearningAttention:
+        """From now on keep what an INT4 cache wants to know of queries and keys; ended by `finish_learning`."""
+        learning = LearningAttention(self._attend, self._kernels.rms_norm)
+        self._attend = learning
+        return learning
+
+    def finish_learning(self) -> None:
+        """Store in the frame that was learned from here on; in the old one if there was nothing to learn."""
+        learning = self._attend
+        assert isinstance(learning, LearningAttention), "learning was started"
+        self._attend = learning.attend
+        if learning.frame is not None:
+            old = self.frame or Frame()
+            self.frame = with_scales(learning.frame, old.k_scale, old.v_scale)
 
     def scratch_floats(self, num_tokens: int) -> int:
         """See `Part`."""
@@ -86,7 +118,7 @@ class Attention(Part):
         weights.qkv.after_norm(hidden, weights.norm, normed, qkv)
         self._attend(
             q, k, v, step.head_pages(self._layer), step.inputs,
-            cos_sin=step.cos_sin, scale=self._scale, out=context, head_norms=weights.head_norms,
+            cos_sin=step.cos_sin, scale=self._scale, out=context, head_norms=weights.head_norms, frame=self.frame,
         )  # fmt: skip
         weights.output(context_rows, hidden, hidden)
 

@@ -84,6 +84,11 @@ class Decoder:
         self._scratch = Scratch(weights.parts, device)
 
     @property
+    def parts(self) -> Sequence[Part]:
+        """The parts in order."""
+        return self._weights.parts
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all weights as held in memory; a tied table counts once."""
         w = self._weights

@@ -23,6 +23,7 @@ __all__ = [
     "BuildError",
     "DenseWeight",
     "ExpertWeights",
+    "FrameStruct",
     "LatentCall",
     "LatentPages",
     "LatentRows",
@@ -65,6 +66,16 @@ class Pages(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("mode", "num_pages", "heads", "block_size", "k_dim", "v_dim", "page_stride")),
         *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
+    ]
+
+
+class FrameStruct(Structure):
+    """`Frame` of native/api.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("centre", "aim", "weight", "pairs")),
+        ("pair_stride", c_int64),
+        *((name, c_float) for name in ("k_scale", "v_scale")),
     ]
 
 
@@ -163,7 +174,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dstgi_rms_norm": [_P, _P, _P, *[_I] * 7, _F, _I],
     "dstgi_silu_mul": [_P, _P, _I, _I, _I],
     "dstgi_rope": [_P, _P, _P, _P, *[_I] * 9],
-    "dstgi_kv_write": [_P, _P, _P, _P, *[_I] * 6],
+    "dstgi_kv_write": [_P, _P, _P, _P, *[_I] * 6, _P, _P, _P, _I],
     "dstgi_route": [_P, _P, _P, _I, _P, _P],
     "dstgi_moe": [_P, _P, _P, _P, _I, _I, _P, _P],
     "dstgi_meet": [_P, _P, _P, _I, _I, _I, _P],
@@ -171,8 +182,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dstgi_latent_write": [_P, _P, _P, _P, *[_I] * 4],
     "dstgi_latent_prepare": [_P, _P, _P, _F],
     "dstgi_latent_attention": [_P, _P, _P],
-    "dstgi_qkv_attention": [_P, _P, _P, _P, _F],
-    "dstgi_paged_attention": [_P, _P, _P, _P, _P, _P, *[_I] * 4, _F, _I],
+    "dstgi_qkv_attention": [_P, _P, _P, _P, _F, _P, _P],
+    "dstgi_paged_attention": [_P, _P, _P, _P, _P, _P, *[_I] * 4, _F, _I, _P, _P, _I],
 }
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-import torch
-
 from deepseek_tgi.kernels.library import Pages
 from deepseek_tgi.kernels.pages import LayerPages
 
-_MODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
+_MODES = ("float32", "bfloat16", "float16", "int8", "fp8_e4m3fn", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +22,9 @@ class NativePages:
 def native_pages(pages: LayerPages) -> NativePages:
     """The struct of a layer's pages, made once for each view."""
     if not pages.native:
-        num_pages, heads, size, k_dim = pages.k.shape
         scales = [None if t is None else t.data_ptr() for t in (pages.k_scale, pages.v_scale)]
         struct = Pages(
-            _MODES[pages.k.dtype], num_pages, heads, size, k_dim, pages.v.shape[3],
+            _MODES.index(pages.mode), pages.k.shape[0], pages.num_heads, pages.block_size, pages.k_dim, pages.v_dim,
             pages.k.stride(0) * pages.k.element_size(), pages.k.data_ptr(), pages.v.data_ptr(), *scales,
         )  # fmt: skip
         pages.native.append(NativePages(struct, ctypes.addressof(struct)))

@@ -12,22 +12,39 @@ import torch
 class LayerPages:
     """One layer's keys and values in every page; a view of memory that `KVPool` owns.
 
-    Shapes: `k [P, G, S, Dk]`, `v [P, G, S, Dv]` of `dtype` (uint8 when quantised), `k_scale`/`v_scale [P, G, S, 2]`
-    float16 (scale, then zero) or None. The page axis has the stride of a whole page; the others are dense.
+    Shapes: `k [P, G, S, Dk]`, `v [P, G, S, Dv]` of `dtype` (uint8 when quantised; `[P, G, S, D/2]` for INT4),
+    `k_scale`/`v_scale [P, G, S, n]` (INT8: scale and zero, float16; FP8: a float16 scale; INT4: scale bytes) or None.
+    `mode` is the `KVMode` value. The page axis has the stride of a whole page; the others are dense.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
+    mode: str
     block_size: int
     native: list[Any] = field(default_factory=list, compare=False, repr=False)
     """What the native kernels derived from this view, once."""
 
     @property
     def quantised(self) -> bool:
-        """True if values need their scale and zero to be read."""
+        """True if values need scales to be read."""
         return self.k_scale is not None
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads."""
+        return int(self.k.shape[1])
+
+    @property
+    def k_dim(self) -> int:
+        """Elements of a key."""
+        return int(self.k.shape[3]) * (2 if self.mode == "int4" else 1)
+
+    @property
+    def v_dim(self) -> int:
+        """Elements of a value."""
+        return int(self.v.shape[3]) * (2 if self.mode == "int4" else 1)
 
     @property
     def num_slots(self) -> int:

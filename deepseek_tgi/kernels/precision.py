@@ -13,3 +13,8 @@ class ComputeDtype(Enum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+
+
+def int4_group(width: int) -> int:
+    """Elements of a cached key or value of `width` that share a scale at INT4."""
+    return 4 if width <= 64 else 8 if width <= 128 else 16

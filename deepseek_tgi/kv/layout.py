@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from deepseek_tgi.errors import ConfigError
+from deepseek_tgi.kernels.precision import int4_group
 
 PAGE_ALIGNMENT_BYTES = 4096
 MIN_BLOCK_SIZE = 16
@@ -49,8 +50,20 @@ class KVMode(Enum):
 
 
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8_e4m3fn": 8, "int8": 8, "int4": 4}
-PER_HEAD_MODES = (KVMode.FLOAT32, KVMode.BFLOAT16, KVMode.FLOAT16, KVMode.INT8)
-"""Formats of a per-head cache."""
+HEAD_UNIT_INT4, LARGEST_HEAD_INT4 = 32, 256
+"""Head sizes that INT4 can hold are multiples of the first, up to the second (`kernels.int4_format`)."""
+
+
+def head_fits_int4(size: int) -> bool:
+    """True if INT4 can hold keys or values of `size` elements."""
+    return size % HEAD_UNIT_INT4 == 0 and size <= LARGEST_HEAD_INT4
+
+
+def _head_scales(mode: KVMode, size: int) -> tuple[int, str]:
+    """Scales of one key or value of `size` elements, and their dtype."""
+    if mode is KVMode.INT4:
+        return size // int4_group(size), "uint8"
+    return 2 if mode is KVMode.INT8 else 1, "float16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +156,10 @@ class CacheLayout(ABC):
 class KVLayout(CacheLayout):
     """Per-head keys and values: G KV heads of `k_dim`/`v_dim`.
 
-    Sections `k`, `v`, then `k_scale`, `v_scale` if quantised. INT8 stores `q = round((x - zero) / scale)` as uint8 with
-    `scale` and `zero` in float16 per token and KV head: a scale section is `[G, S, 2]`.
+    Sections `k`, `v`, then `k_scale`, `v_scale` if quantised. Per token and KV head, a vector of D elements takes D + 4
+    bytes as INT8 (a float16 scale and zero, `kernels.int8_format`), D + 2 as FP8 (a float16 scale,
+    `kernels.fp8_format`) and D/2 + 16 as INT4 (scale bytes, `kernels.int4_format`; fewer for D other than 64, 128 and
+    256), which takes head sizes that are multiples of 32.
     """
 
     num_layers: int
@@ -154,15 +169,30 @@ class KVLayout(CacheLayout):
     mode: KVMode
     block_size: int = MIN_BLOCK_SIZE
 
+    def __post_init__(self) -> None:
+        CacheLayout.__post_init__(self)
+        wrong = [size for size in (self.k_dim, self.v_dim) if not head_fits_int4(size)]
+        if self.mode is KVMode.INT4 and wrong:
+            raise ConfigError(
+                f"kv_cache_dtype: got int4 with heads of {wrong[0]} elements, expected a multiple of {HEAD_UNIT_INT4} "
+                f"up to {LARGEST_HEAD_INT4}; int8 and fp8_e4m3fn take any head size"
+            )
+
     def with_mode(self, mode: KVMode) -> KVLayout:
         """See `CacheLayout`."""
         return replace(self, mode=mode)
 
     def rows(self) -> tuple[tuple[str, int, int, str], ...]:
         """See `CacheLayout`."""
-        g, dtype = self.num_kv_heads, "uint8" if self.mode.quantised else self.mode.value
-        values = (("k", g, self.k_dim, dtype), ("v", g, self.v_dim, dtype))
-        return (*values, ("k_scale", g, 2, "float16"), ("v_scale", g, 2, "float16")) if self.mode.quantised else values
+        g, mode = self.num_kv_heads, self.mode
+        if not mode.quantised:
+            return ("k", g, self.k_dim, mode.value), ("v", g, self.v_dim, mode.value)
+        return (
+            ("k", g, mode.row_bytes(self.k_dim), "uint8"),
+            ("v", g, mode.row_bytes(self.v_dim), "uint8"),
+            ("k_scale", g, *_head_scales(mode, self.k_dim)),
+            ("v_scale", g, *_head_scales(mode, self.v_dim)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import mmap
 import torch
 
 from deepseek_tgi.errors import GenerationError, ResourceError
-from deepseek_tgi.kernels.int8_format import dequantise_rows
 from deepseek_tgi.kernels.latent_format import dequantise_latent
 from deepseek_tgi.kernels.pages import LatentPages, LayerPages, Pages
+from deepseek_tgi.kernels.vector_store import read_vectors
 from deepseek_tgi.kv.layout import PAGE_ALIGNMENT_BYTES, CacheLayout, LatentLayout, Section
 
 __all__ = ["KVPool", "LatentPages", "LayerPages", "Pages"]
@@ -69,13 +69,16 @@ class KVPool:
         return pages
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is stored at `slots [n] int64`, dequantised: `k [n, G, Dk]`, `v [n, G, Dv]`, both float32."""
+        """What is stored at `slots [n] int64`, dequantised: `k [n, G, Dk]`, `v [n, G, Dv]`, both float32.
+
+        Keys are as stored: without their centre where the writer's frame has one.
+        """
         pages = self.view(layer)
         page, offset = slots // pages.block_size, slots % pages.block_size
         k, v = pages.k[page, :, offset], pages.v[page, :, offset]
-        if pages.k_scale is None or pages.v_scale is None:
-            return k.float(), v.float()
-        return dequantise_rows(k, pages.k_scale[page, :, offset]), dequantise_rows(v, pages.v_scale[page, :, offset])
+        scales = (None if scale is None else scale[page, :, offset] for scale in (pages.k_scale, pages.v_scale))
+        k_scale, v_scale = scales
+        return read_vectors(pages.mode, k, k_scale), read_vectors(pages.mode, v, v_scale)
 
     def read_latents(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What is stored at `slots [n] int64`, dequantised: `latent [n, R]`, `rope [n, Dr]`, both float32."""
@@ -124,7 +127,8 @@ class KVPool:
             scale = parts["latent_scale"].squeeze(1) if "latent_scale" in parts else None
             latent, rope = parts["latent"].squeeze(1), parts["rope"].squeeze(1)
             return LatentPages(latent, rope, scale, layout.mode.value, layout.rank, layout.block_size)
-        return LayerPages(parts["k"], parts["v"], parts.get("k_scale"), parts.get("v_scale"), layout.block_size)
+        scales = parts.get("k_scale"), parts.get("v_scale")
+        return LayerPages(parts["k"], parts["v"], *scales, layout.mode.value, layout.block_size)
 
     def _section(self, section: Section) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, section.dtype)

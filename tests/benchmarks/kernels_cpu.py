@@ -21,7 +21,7 @@ import torch
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import ComputeDtype
 from deepseek_tgi.kernels.select import KernelSet, select_kernels
-from deepseek_tgi.kv.layout import PER_HEAD_MODES, KVLayout, KVMode, LatentLayout
+from deepseek_tgi.kv.layout import KVLayout, KVMode, LatentLayout
 from deepseek_tgi.kv.pool import KVPool
 from tests.benchmarks.measure import circumstances, read_bandwidth_bytes_per_s
 
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"head {HEAD[0]} x {HEAD[1]}, M={rows}")
             head_rows(sets, rows, options.repeats, bandwidth)
     print("attention, 9 heads over 3, head size 64")
-    for mode in PER_HEAD_MODES:
+    for mode in KVMode:
         for tokens, cached in ((1, 127), (1, 511), (1, 4095), (0, 511), (512, 0)):
             attention_rows(sets["ours bfloat16"], mode, tokens, cached, options.repeats, bandwidth)
     print("latent attention of DeepSeek-V2-Lite, 16 heads, rank 512")

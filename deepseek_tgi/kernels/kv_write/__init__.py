@@ -1,8 +1,10 @@
 """Store the step's keys and values in their pages, converting to the pages' number format.
 
-`kv_write(pages, k [T, G, Dk] f32, v [T, G, Dv] f32, slots [T] int64) -> None`. Token `t` goes to block
-`slots[t] // S`, place `slots[t] % S`; a negative slot is skipped. k and v may be strided views with dense heads.
-float16 saturates at +-65504; INT8 follows `kernels.int8_format`. The bytes of a token depend on its own vectors alone.
+`kv_write(pages, k [T, G, Dk] f32, v [T, G, Dv] f32, slots [T] int64, placed | None) -> None`. Token `t` goes to block
+`slots[t] // S`, place `slots[t] % S`; a negative slot is skipped. k and v may be strided views with dense heads; k is
+rotated already. float16 saturates at +-65504; INT8, FP8 and INT4 follow `kernels.int8_format`, `fp8_format` and
+`int4_format`, with the frame that `placed` brings (`kernels.frame`): whoever attends must be given the same. The bytes
+of a token depend on its own vectors, its position and the frame alone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Protocol
 import torch
 
 from deepseek_tgi.kernels.common import describe, refuse
+from deepseek_tgi.kernels.frame import PlacedFrame, check_frame
 from deepseek_tgi.kernels.pages import LayerPages
 
 __all__ = ["KvWrite", "check_kv_write"]
@@ -20,13 +23,22 @@ __all__ = ["KvWrite", "check_kv_write"]
 class KvWrite(Protocol):
     """See the module's docstring."""
 
-    def __call__(self, pages: LayerPages, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None: ...
+    def __call__(
+        self,
+        pages: LayerPages,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        placed: PlacedFrame | None = None,
+    ) -> None: ...
 
 
-def check_kv_write(pages: LayerPages, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+def check_kv_write(
+    pages: LayerPages, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, placed: PlacedFrame | None
+) -> None:
     """Raise `GenerationError` for operands that do not fit or a slot beyond the pool."""
-    for name, x, page in (("k", k, pages.k), ("v", v, pages.v)):
-        expected = (slots.shape[0], page.shape[1], page.shape[3])
+    for name, x, width in (("k", k, pages.k_dim), ("v", v, pages.v_dim)):
+        expected = (slots.shape[0], pages.num_heads, width)
         if not (x.dtype == torch.float32 and tuple(x.shape) == expected):
             refuse(f"kv_write: got {describe(name, x)}, expected {list(expected)} float32")
     if not (slots.dim() == 1 and slots.dtype == torch.int64):
@@ -34,3 +46,7 @@ def check_kv_write(pages: LayerPages, k: torch.Tensor, v: torch.Tensor, slots: t
     highest = int(slots.max()) if slots.numel() else -1
     if not (highest < pages.num_slots):
         refuse(f"kv_write: got slot {highest}, expected below {pages.num_slots}")
+    if placed is not None:
+        check_frame("kv_write", pages, placed)
+        if placed.positions.dtype != torch.int32 or placed.positions.shape != slots.shape:
+            refuse(f"kv_write: got {describe('positions', placed.positions)}, expected {list(slots.shape)} int32")

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_tgi.kernels.int8_format import HALF_MAX, quantise_rows
+from deepseek_tgi.kernels.frame import PlacedFrame
 from deepseek_tgi.kernels.kv_write import check_kv_write
 from deepseek_tgi.kernels.pages import LayerPages
+from deepseek_tgi.kernels.vector_store import stored_keys, stored_values
 
 
-def kv_write(pages: LayerPages, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+def kv_write(
+    pages: LayerPages, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, placed: PlacedFrame | None = None
+) -> None:
     """See the contract."""
-    check_kv_write(pages, k, v, slots)
+    check_kv_write(pages, k, v, slots, placed)
+    positions = slots if placed is None else placed.positions
     kept = slots >= 0
     if not bool(kept.all()):
-        k, v, slots = k[kept], v[kept], slots[kept]
+        k, v, slots, positions = k[kept], v[kept], slots[kept], positions[kept]
     page, place = slots // pages.block_size, slots % pages.block_size
-    for x, store, scales in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
-        if scales is not None:
-            store[page, :, place], scales[page, :, place] = quantise_rows(x)
-        elif store.dtype == torch.float16:
-            store[page, :, place] = x.clamp(-HALF_MAX, HALF_MAX).to(torch.float16)
-        else:
-            store[page, :, place] = x.to(store.dtype)
+    for (rows, scales), store, places in (
+        (stored_keys(pages, k, placed, positions), pages.k, pages.k_scale),
+        (stored_values(pages, v, placed), pages.v, pages.v_scale),
+    ):
+        store[page, :, place] = rows
+        if places is not None and scales is not None:
+            places[page, :, place] = scales

@@ -31,10 +31,22 @@ struct DenseWeight {
   const float* scales;
 };
 
-// One layer's part of the pages; strides in bytes. `mode`: 0 float32, 1 bfloat16, 2 float16, 3 int8 with scales.
+// One layer's part of the pages; strides in bytes. `mode`: see HeadMode.
 struct Pages {
   int64_t mode, num_pages, heads, block_size, k_dim, v_dim, page_stride;
   char *k, *v, *k_scale, *v_scale;
+};
+
+enum HeadMode : int64_t { H_FLOAT32, H_BFLOAT16, H_FLOAT16, H_INT8, H_FP8, H_INT4 };
+
+// What low-bit keys and values of a layer are measured against (kernels/frame.py). centre, aim [heads][k_dim], weight
+// [heads]; null if there is none. `pairs` [heads][pair_stride]: how many pairs of elements (i, i + rotary / 2) of the
+// centre are not zero, then which. k_scale, v_scale: FP8 scales, 0 if each vector has its own.
+struct Frame {
+  const float *centre, *aim, *weight;
+  const int32_t* pairs;
+  int64_t pair_stride;
+  float k_scale, v_scale;
 };
 
 // One layer's latents and rotary keys in the pages; strides in bytes. `mode`: 0 float32, 1 bfloat16, 2 float16, 3 int8,

@@ -8,10 +8,9 @@
 // keys at a time are transposed into an L1 panel, so that lanes are positions for the scores and elements for the sums.
 
 #include "api.h"
-#include "attention_tiles.h"
+#include "page_panels.h"
 #include "pool.h"
 #include "scratch.h"
-#include "transpose.h"
 
 namespace dstgi {
 namespace {
@@ -26,7 +25,11 @@ struct Call {
   const int32_t *cu_seqlens, *block_tables, *cache_lens;
   int64_t requests, table_stride, heads, q_row;
   float scale;
-  int64_t ratio, k_pad, v_pad;  // query heads a KV head; head sizes rounded up to 16
+  int64_t ratio, v_pad;  // query heads a KV head; size of a value rounded up to 16
+  int64_t q_pad;         // floats of a query row: its size and what meets the keys' centre, rounded up to 16
+  const Frame* frame;
+  const float* turns;  // see HeadPages; null if keys have no centre
+  int64_t rotary;
 };
 
 struct Unit {
@@ -38,132 +41,65 @@ struct Work : Rows {
   float *keys, *values;
 };
 
-// `n` < 16 elements of a row's end, without reading past them.
-template <int ITEM>
-DSTGI_INLINE const char* padded_copy(const char* at, int n, char* room) {
-  std::memset(room, 0, LANES * ITEM);
-  std::memcpy(room, at, n * ITEM);
-  return room;
-}
-
-// Sixteen elements at `at` (`n` of them real, the others 0) as float32; `scale` and `zero_point` serve int8.
-template <int MODE>
-DSTGI_INLINE F32 load_item(const char* at, int n, F32 scale, F32 zero_point) {
-  constexpr int ITEM = MODE == 0 ? 4 : MODE == 3 ? 1 : 2;
-  if (MODE == 0) {
-    const float* x = reinterpret_cast<const float*>(at);
-    return n < LANES ? load_n(x, n) : load(x);
+#define DSTGI_BY_MODE(FUNCTION, ...)          \
+  switch (c.p->mode) {                        \
+    case H_FLOAT32:                           \
+      FUNCTION<H_FLOAT32>(__VA_ARGS__);       \
+      break;                                  \
+    case H_BFLOAT16:                          \
+      FUNCTION<H_BFLOAT16>(__VA_ARGS__);      \
+      break;                                  \
+    case H_FLOAT16:                           \
+      FUNCTION<H_FLOAT16>(__VA_ARGS__);       \
+      break;                                  \
+    case H_INT8:                              \
+      FUNCTION<H_INT8>(__VA_ARGS__);          \
+      break;                                  \
+    case H_FP8:                               \
+      FUNCTION<H_FP8>(__VA_ARGS__);           \
+      break;                                  \
+    default:                                  \
+      FUNCTION<H_INT4>(__VA_ARGS__);          \
   }
-  char room[LANES * ITEM];
-  if (n < LANES) at = padded_copy<ITEM>(at, n, room);
-  if (MODE == 1) return load_bf16(reinterpret_cast<const uint16_t*>(at));
-  if (MODE == 2) return load_half(reinterpret_cast<const uint16_t*>(at));
-  const F32 x = fma(to_float(load_u8(reinterpret_cast<const uint8_t*>(at))), scale, zero_point);
-  return n < LANES ? keep_below(x, n, zero()) : x;
+
+HeadPages head_pages(const Call& c, const Unit& u) {
+  HeadPages h{c.p, c.block_tables + u.request * c.table_stride, u.head, nullptr, c.rotary, nullptr, 0};
+  if (c.turns == nullptr) return h;
+  const int32_t* pairs = c.frame->pairs + u.head * c.frame->pair_stride;
+  h.turns = c.turns;
+  h.num_pairs = pairs[0];
+  h.pairs = pairs + 1;
+  return h;
 }
-
-// Sixteen neighbouring positions of one head: they lie in one page, since a block holds a multiple of sixteen.
-struct Group {
-  const char* rows;
-  float scales[2 * LANES];  // scale, zero of each position
-};
-
-template <int MODE>
-DSTGI_INLINE void find_group(const Call& c, const Unit& u, int64_t at, bool is_key, Group* g) {
-  const Pages& p = *c.p;
-  const int64_t page = c.block_tables[u.request * c.table_stride + at / p.block_size];
-  const int64_t row = u.head * p.block_size + at % p.block_size, width = is_key ? p.k_dim : p.v_dim;
-  constexpr int64_t ITEM = MODE == 0 ? 4 : MODE == 3 ? 1 : 2;
-  g->rows = (is_key ? p.k : p.v) + page * p.page_stride + row * width * ITEM;
-  if (MODE != 3) return;
-  const uint16_t* pairs = reinterpret_cast<const uint16_t*>((is_key ? p.k_scale : p.v_scale) + page * p.page_stride);
-  store(g->scales, load_half(pairs + row * 2));
-  store(g->scales + LANES, load_half(pairs + row * 2 + LANES));
-}
-
-// Keys of positions [from, from + n) as [k_pad][PANEL]; what is beyond n is not looked at.
-template <int MODE>
-void load_keys(const Call& c, const Unit& u, int64_t from, int64_t n, float* panel) {
-  constexpr int64_t ITEM = MODE == 0 ? 4 : MODE == 3 ? 1 : 2;
-  const int64_t width = c.p->k_dim;
-  for (int64_t block = 0; block < n; block += LANES) {
-    const int64_t rows = n - block < LANES ? n - block : LANES;
-    Group g;
-    find_group<MODE>(c, u, from + block, true, &g);
-    for (int64_t d = 0; d < width; d += LANES) {
-      F32 lines[LANES];
-      for (int64_t j = 0; j < LANES; ++j)
-        lines[j] = j < rows ? load_item<MODE>(g.rows + (j * width + d) * ITEM, static_cast<int>(width - d),
-                                              set1(g.scales[2 * j]), set1(g.scales[2 * j + 1]))
-                            : zero();
-      transpose16(lines, panel + d * PANEL + block, PANEL);
-    }
-  }
-}
-
-// Values of positions [from, from + n) as rows v_pad apart; `groups` says where each sixteen begin: in the page itself if
-// nothing has to be converted, else in the panel.
-template <int MODE>
-void load_values(const Call& c, const Unit& u, int64_t from, int64_t n, float* panel, const float** groups) {
-  constexpr int64_t ITEM = MODE == 0 ? 4 : MODE == 3 ? 1 : 2;
-  const int64_t width = c.p->v_dim;
-  for (int64_t block = 0; block < n; block += LANES) {
-    const int64_t rows = n - block < LANES ? n - block : LANES;
-    Group g;
-    find_group<MODE>(c, u, from + block, false, &g);
-    groups[block / LANES] = panel + block * c.v_pad;
-    if (MODE == 0 && width == c.v_pad) {
-      groups[block / LANES] = reinterpret_cast<const float*>(g.rows);
-      continue;
-    }
-    for (int64_t j = 0; j < rows; ++j)
-      for (int64_t d = 0; d < width; d += LANES)
-        store(panel + (block + j) * c.v_pad + d,
-              load_item<MODE>(g.rows + (j * width + d) * ITEM, static_cast<int>(width - d), set1(g.scales[2 * j]),
-                              set1(g.scales[2 * j + 1])));
-  }
-}
-
-#define DSTGI_BY_MODE(FUNCTION, ...)                \
-  switch (c.p->mode) {                              \
-    case 0:                                         \
-      FUNCTION<0>(__VA_ARGS__);                     \
-      break;                                        \
-    case 1:                                         \
-      FUNCTION<1>(__VA_ARGS__);                     \
-      break;                                        \
-    case 2:                                         \
-      FUNCTION<2>(__VA_ARGS__);                     \
-      break;                                        \
-    default:                                        \
-      FUNCTION<3>(__VA_ARGS__);                     \
-  }
 
 // One segment for all rows of the unit, merged into w.out.
 void attend_segment(const Call& c, const Unit& u, int64_t segment, const Work& w) {
   const int64_t start = segment * SEGMENT, first_limit = c.cache_lens[u.request] + u.first_token + 1 - start;
-  attend_rows({u.tokens * c.ratio, c.ratio, first_limit, c.p->k_dim, c.k_pad, c.v_pad}, w,
-              [&](int64_t at, int64_t n) -> const float* {
-                DSTGI_BY_MODE(load_keys, c, u, start + at, n, w.keys)
-                return w.keys;
+  const HeadPages h = head_pages(c, u);
+  CentrePanel centre;
+  attend_rows({u.tokens * c.ratio, c.ratio, first_limit, c.p->k_dim, c.q_pad, c.v_pad}, w,
+              [&](int64_t at, int64_t n) {
+                KeyPanel panel;
+                DSTGI_BY_MODE(load_keys, h, start + at, n, w.keys, centre, panel)
+                return panel;
               },
               [&](int64_t at, int64_t n, const float** groups) {
-                DSTGI_BY_MODE(load_values, c, u, start + at, n, w.values, groups)
+                DSTGI_BY_MODE(load_values, h, c.v_pad, start + at, n, w.values, groups)
               });
 }
 
 size_t work_floats(const Call& c, int64_t rows) {
-  return static_cast<size_t>(rows * c.k_pad + c.k_pad * PANEL + PANEL * c.v_pad + rows * SEGMENT +
+  return static_cast<size_t>(rows * c.q_pad + c.q_pad * PANEL + PANEL * c.v_pad + rows * SEGMENT +
                              2 * rows * c.v_pad + 4 * rows + 64);
 }
 
 Work lay_out(const Call& c, int64_t rows, float* p) {
   Work w;
   w.keys = p;
-  w.values = w.keys + c.k_pad * PANEL;
+  w.values = w.keys + c.q_pad * PANEL;
   w.scores = w.values + PANEL * c.v_pad;
   w.q = w.scores + rows * SEGMENT;
-  w.sums = w.q + rows * c.k_pad;
+  w.sums = w.q + rows * c.q_pad;
   w.out = w.sums + rows * c.v_pad;
   w.max = w.out + rows * c.v_pad;
   w.total = w.max + 2 * rows;
@@ -172,25 +108,46 @@ Work lay_out(const Call& c, int64_t rows, float* p) {
 
 thread_local Scratch own_scratch, shared_scratch;
 
+// One query row [q_pad], scaled, behind what meets the centre: q R_p c is the sum over pairs (i, i + h) of
+// cos_i(p) (q_i c_i + q_i+h c_i+h) + sin_i(p) (q_i+h c_i - q_i c_i+h), and the elements that do not rotate.
+void load_query(const Call& c, const HeadPages& h, const float* from, float* q) {
+  const int64_t width = c.p->k_dim, half = c.rotary / 2;
+  if (h.turns != nullptr) {
+    const float* centre = c.frame->centre + h.head * width;
+    for (int64_t i = 0; i < h.num_pairs; ++i) {
+      const int64_t a = h.pairs[i], b = a + half;
+      *q++ = (from[a] * centre[a] + from[b] * centre[b]) * c.scale;
+      *q++ = (from[b] * centre[a] - from[a] * centre[b]) * c.scale;
+    }
+    float rest = 0.0f;
+    for (int64_t d = c.rotary; d < width; ++d) rest += from[d] * centre[d];
+    if (c.rotary < width) *q++ = rest * c.scale;
+  }
+  for (int64_t d = 0; d < width; d += LANES)
+    store(q + d, mul(load_n(from + d, static_cast<int>(width - d)), set1(c.scale)));
+  if (c.p->mode == H_INT4) unrotate_vector(q, width);
+}
+
 // Runs the unit's segments; leaves the merged rows in the returned work memory.
 Work attend(const Call& c, const Unit& u) {
   const int64_t rows = u.tokens * c.ratio;
   const Work w = lay_out(c, rows, reinterpret_cast<float*>(own_scratch.get(work_floats(c, rows) * sizeof(float))));
   const int64_t token = c.cu_seqlens[u.request] + u.first_token;
+  const HeadPages h = head_pages(c, u);
   for (int64_t r = 0; r < rows; ++r) {
-    const float* from = c.q + (token + r / c.ratio) * c.q_row + (u.head * c.ratio + r % c.ratio) * c.p->k_dim;
-    for (int64_t d = 0; d < c.p->k_dim; d += LANES)
-      store(w.q + r * c.k_pad + d, mul(load_n(from + d, static_cast<int>(c.p->k_dim - d)), set1(c.scale)));
+    load_query(c, h, c.q + (token + r / c.ratio) * c.q_row + (u.head * c.ratio + r % c.ratio) * c.p->k_dim,
+               w.q + r * c.q_pad);
     start_row(w.out + r * c.v_pad, w.max + r, w.total + r, c.v_pad);
   }
   for (int64_t s = u.first_segment; s < u.first_segment + u.segments; ++s) attend_segment(c, u, s, w);
   return w;
 }
 
-void write_rows(const Call& c, const Unit& u, const float* out, const float* total) {
+void write_rows(const Call& c, const Unit& u, float* out, const float* total) {
   const int64_t rows = u.tokens * c.ratio, token = c.cu_seqlens[u.request] + u.first_token, v_dim = c.p->v_dim;
   for (int64_t r = 0; r < rows; ++r) {
     float* to = c.out + ((token + r / c.ratio) * c.heads + u.head * c.ratio + r % c.ratio) * v_dim;
+    if (c.p->mode == H_INT4) unrotate_vector(out + r * c.v_pad, v_dim);
     const F32 whole = set1(total[r]);
     for (int64_t d = 0; d < v_dim; d += LANES)
       store_n(to + d, div(load(out + r * c.v_pad + d), whole), static_cast<int>(v_dim - d));
@@ -270,7 +227,7 @@ void run(const Call& c, int64_t num_threads) {
     most_rows = rows > most_rows ? rows : most_rows;
     positions += rows * units[i].segments * SEGMENT;
   }
-  const int64_t threads = positions * (c.k_pad + c.v_pad) < 65536 ? 1 : num_threads;
+  const int64_t threads = positions * (c.q_pad + c.v_pad) < 65536 ? 1 : num_threads;
   const int64_t stride = most_rows * (c.v_pad + 2);
   const size_t partial_bytes = static_cast<size_t>(offsets[count] * stride) * sizeof(float);
   if (threads > 1 && count < 4 * threads && offsets[count] > count && partial_bytes <= MAX_PARTIAL_BYTES) {
@@ -284,13 +241,32 @@ void run(const Call& c, int64_t num_threads) {
 }  // namespace dstgi
 
 // q rows [heads][k_dim] lie `q_row` floats apart; out [t][heads][v_dim] dense. `block_tables` rows `table_stride` apart.
+// `frame` may be null; `turns` [positions / 64][rotary][64] is given if it has a centre.
 DSTGI_API void dstgi_paged_attention(const Pages* pages, const float* q, float* out, const int32_t* cu_seqlens,
                                      const int32_t* block_tables, const int32_t* cache_lens, int64_t requests,
                                      int64_t table_stride, int64_t heads, int64_t q_row, float scale,
-                                     int64_t num_threads) {
+                                     int64_t num_threads, const Frame* frame, const float* turns, int64_t rotary) {
   using namespace dstgi;
   const auto pad = [](int64_t n) { return (n + LANES - 1) / LANES * LANES; };
-  const Call c{pages,    q,            out,   cu_seqlens, block_tables,          cache_lens,        requests,
-               table_stride, heads, q_row, scale,      heads / pages->heads, pad(pages->k_dim), pad(pages->v_dim)};
+  const bool centred = pages->mode >= H_INT8 && frame != nullptr && frame->centre != nullptr;
+  const int64_t k_dim = pages->k_dim, extra = centred ? rotary + (rotary < k_dim ? 1 : 0) : 0;
+  Call c;
+  c.p = pages;
+  c.q = q;
+  c.out = out;
+  c.cu_seqlens = cu_seqlens;
+  c.block_tables = block_tables;
+  c.cache_lens = cache_lens;
+  c.requests = requests;
+  c.table_stride = table_stride;
+  c.heads = heads;
+  c.q_row = q_row;
+  c.scale = scale;
+  c.ratio = heads / pages->heads;
+  c.v_pad = pad(pages->v_dim);
+  c.q_pad = pad(pad(k_dim) + extra);
+  c.frame = frame;
+  c.turns = centred ? turns : nullptr;
+  c.rotary = rotary;
   run(c, num_threads);
 }

@@ -14,23 +14,44 @@ constexpr int64_t SEGMENT = 256;  // positions whose softmax stands alone
 constexpr int64_t PANEL = 64;     // positions of a panel
 constexpr int ROWS = 6;           // query rows of a register tile
 
-// Scores of R rows against V vectors of the panel's positions.
+// A panel of keys [depth][PANEL]. Keys may stand relative to something that turns with their positions: its rows,
+// `num_turns` of them, are `turns[i]` [PANEL] and meet the first of a query row's elements; `marks` [PANEL] or null says
+// with 0 which keys do without.
+struct KeyPanel {
+  const float* rows;
+  const float* const* turns = nullptr;
+  int64_t num_turns = 0;
+  const float* marks = nullptr;
+};
+
+// Adds row [V] of keys to the scores of R rows, whose element d stands at q.
 template <int R, int V>
-void score_tile(const float* q, int64_t q_stride, const float* keys, int64_t depth, float* scores) {
+DSTGI_INLINE void add_products(const float* q, int64_t q_stride, const float* row, F32* acc) {
+  F32 k[V];
+  DSTGI_UNROLL
+  for (int v = 0; v < V; ++v) k[v] = load(row + v * LANES);
+  DSTGI_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const F32 x = set1(q[r * q_stride]);
+    DSTGI_UNROLL
+    for (int v = 0; v < V; ++v) acc[r * V + v] = fma(x, k[v], acc[r * V + v]);
+  }
+}
+
+// Scores of R rows against V vectors of the panel's positions, from position `at` of it.
+template <int R, int V>
+void score_tile(const float* q, int64_t q_stride, const KeyPanel& keys, int64_t at, int64_t depth, float* scores) {
   F32 acc[R * V];
   DSTGI_UNROLL
   for (int i = 0; i < R * V; ++i) acc[i] = zero();
-  for (int64_t d = 0; d < depth; ++d, keys += PANEL) {
-    F32 k[V];
+  for (int64_t i = 0; i < keys.num_turns; ++i) add_products<R, V>(q + i, q_stride, keys.turns[i] + at, acc);
+  if (keys.marks != nullptr) {
     DSTGI_UNROLL
-    for (int v = 0; v < V; ++v) k[v] = load(keys + v * LANES);
-    DSTGI_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const F32 x = set1(q[r * q_stride + d]);
-      DSTGI_UNROLL
-      for (int v = 0; v < V; ++v) acc[r * V + v] = fma(x, k[v], acc[r * V + v]);
-    }
+    for (int i = 0; i < R * V; ++i) acc[i] = mul(acc[i], load(keys.marks + at + i % V * LANES));
   }
+  q += keys.num_turns;
+  const float* row = keys.rows + at;
+  for (int64_t d = 0; d < depth; ++d, row += PANEL) add_products<R, V>(q + d, q_stride, row, acc);
   DSTGI_UNROLL
   for (int i = 0; i < R * V; ++i) store(scores + i / V * SEGMENT + i % V * LANES, acc[i]);
 }
@@ -78,9 +99,10 @@ void sum_tile(const float* weights, const float* const* groups, int64_t d, int64
       CALL(6);                         \
   }
 
-inline void score_rows(int rows, int64_t n, const float* q, int64_t q_stride, const float* keys, int64_t depth, float* scores) {
-#define DSTGI_WIDE(R) score_tile<R, 4>(q, q_stride, keys, depth, scores)
-#define DSTGI_NARROW(R) score_tile<R, 1>(q, q_stride, keys + v, depth, scores + v)
+inline void score_rows(int rows, int64_t n, const float* q, int64_t q_stride, const KeyPanel& keys, int64_t depth,
+                       float* scores) {
+#define DSTGI_WIDE(R) score_tile<R, 4>(q, q_stride, keys, 0, depth, scores)
+#define DSTGI_NARROW(R) score_tile<R, 1>(q, q_stride, keys, v, depth, scores + v)
   if (n > 2 * LANES) {
     DSTGI_BY_ROWS(DSTGI_WIDE, rows)
     return;
@@ -146,7 +168,7 @@ struct RowShape {
   int64_t rows, ratio, first_limit, k_dim, q_stride, v_pad;
 };
 
-// One segment for all rows, merged into w.out. `keys(at, n)` gives the panel [k_dim][PANEL] of positions at .. at + n of
+// One segment for all rows, merged into w.out. `keys(at, n)` gives the panel, of depth k_dim, of positions at .. at + n of
 // the segment; `values(at, n, groups)` says where each sixteen rows of values, v_pad apart, begin.
 template <class Keys, class Values>
 inline void attend_rows(const RowShape& s, const Rows& w, Keys&& keys, Values&& values) {
@@ -157,7 +179,7 @@ inline void attend_rows(const RowShape& s, const Rows& w, Keys&& keys, Values&& 
   const int64_t rows = s.rows, longest = limit(rows - 1);
   for (int64_t at = 0; at < longest; at += PANEL) {
     const int64_t n = longest - at < PANEL ? longest - at : PANEL;
-    const float* panel = keys(at, n);
+    const KeyPanel panel = keys(at, n);
     for (int64_t r = 0; r < rows; r += ROWS) {
       const int64_t count = rows - r < ROWS ? rows - r : ROWS, seen = limit(r + count - 1) - at;
       if (seen > 0)

@@ -33,14 +33,17 @@ DSTGI_API void dstgi_rope(float* q, float* k, const int32_t* positions, const fl
   });
 }
 
+// `frame` may be null; else tokens stand at `positions` and are turned by the rows of `cos_sin`.
 DSTGI_API void dstgi_kv_write(const Pages* pages, const float* k, const float* v, const int64_t* slots, int64_t t,
-                              int64_t k_row, int64_t k_head, int64_t v_row, int64_t v_head, int64_t num_threads) {
+                              int64_t k_row, int64_t k_head, int64_t v_row, int64_t v_head, int64_t num_threads,
+                              const Frame* frame, const int32_t* positions, const float* cos_sin, int64_t rotary) {
   using namespace dstgi;
   by_rows(t, pages->heads * (pages->k_dim + pages->v_dim), num_threads, [&](int64_t i) {
     if (slots[i] < 0) return;
+    const Turn turn{frame, frame == nullptr ? nullptr : cos_sin + static_cast<int64_t>(positions[i]) * rotary, rotary};
     for (int64_t h = 0; h < pages->heads; ++h) {
-      write_head(*pages, 0, k + i * k_row + h * k_head, slots[i], h);
-      write_head(*pages, 1, v + i * v_row + h * v_head, slots[i], h);
+      write_head(*pages, true, turn, k + i * k_row + h * k_head, slots[i], h);
+      write_head(*pages, false, turn, v + i * v_row + h * v_head, slots[i], h);
     }
   });
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "api.h"
+#include "head_int4.h"
 #include "rows.h"
 
 namespace dstgi {
@@ -16,48 +17,6 @@ DSTGI_INLINE void rotate_head(float* x, const float* row, int64_t half) {
     store_n(x + half + i, add(mul(b, c), mul(a, s)), n);
   }
 }
-
-DSTGI_INLINE uint16_t to_half(float x) {  // nearest even; |x| <= 65504 or NaN
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
-  bits &= 0x7fffffff;
-  if (bits > 0x7f800000) return sign | 0x7e00;
-  if (bits < 0x38800000) {  // below 2**-14: a multiple of 2**-24, rounded by the adder
-    float magnitude;
-    std::memcpy(&magnitude, &bits, 4);
-    magnitude += 0.5f;
-    std::memcpy(&bits, &magnitude, 4);
-    return sign | static_cast<uint16_t>(bits - 0x3f000000);
-  }
-  return sign | static_cast<uint16_t>((bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
-}
-
-DSTGI_INLINE float from_half(uint16_t h) {
-  const uint32_t rest = h & 0x7fff;
-  float value;
-  if (rest < 0x0400) {
-    value = static_cast<float>(rest) * 5.9604644775390625e-8f;
-  } else {
-    const uint32_t bits = rest >= 0x7c00 ? rest << 13 | 0x7f800000 : (rest << 13) + (112u << 23);
-    std::memcpy(&value, &bits, 4);
-  }
-  return (h & 0x8000) != 0 ? -value : value;
-}
-
-// Rounded towards +inf (`up`) or -inf, for |x| <= 65504.
-DSTGI_INLINE uint16_t to_half_towards(float x, bool up) {
-  const uint16_t nearest = to_half(x);
-  const float back = from_half(nearest);
-  if (up ? back >= x : back <= x) return nearest;
-  if ((nearest & 0x7fff) == 0) return up ? 0x0001 : 0x8001;
-  const bool away = ((nearest & 0x8000) != 0) != up;
-  return static_cast<uint16_t>(away ? nearest + 1 : nearest - 1);
-}
-
-constexpr float HALF_MAX = 65504.0f;
-
-DSTGI_INLINE F32 clamp_half(F32 x) { return min(set1(HALF_MAX), max(set1(-HALF_MAX), x)); }
 
 // One vector to uint8 with `pair` = scale, zero; the format of kernels/int8_format.py, bit for bit.
 DSTGI_INLINE void store_int8(const float* x, int64_t width, uint8_t* q, uint16_t* pair) {
@@ -114,25 +73,114 @@ DSTGI_INLINE void store_halves(const float* x, int64_t width, uint16_t* out) {
   }
 }
 
-// Stores one head's key (or value) at `slot`; `which` 0 is k, 1 is v.
-DSTGI_INLINE void write_head(const Pages& p, int which, const float* x, int64_t slot, int64_t head) {
-  const int64_t width = which == 0 ? p.k_dim : p.v_dim;
-  const int64_t page = slot / p.block_size, row = head * p.block_size + slot % p.block_size;
-  const int64_t item = p.mode == 0 ? 4 : p.mode == 3 ? 1 : 2;
-  char* to = (which == 0 ? p.k : p.v) + page * p.page_stride + row * width * item;
+// Sixteen-lane copy of `x` within float16's range, or one with the scale that `given` (0: none) or its largest element
+// asks for; the format of kernels/fp8_format.py, bit for bit.
+DSTGI_INLINE void store_fp8(const float* x, int64_t width, float given, uint8_t* codes, uint16_t* scale_out) {
+  float largest = 0.0f;
+  bool finite = true;
+  for (int64_t i = 0; i < width; i += LANES) {
+    float lanes[LANES];
+    store(lanes, clamp_half(load_n(x + i, static_cast<int>(width - i))));
+    for (int64_t j = 0; j < LANES; ++j) {
+      const float magnitude = std::fabs(lanes[j]);
+      largest = magnitude > largest ? magnitude : largest;
+      finite = finite && magnitude == magnitude;
+    }
+  }
+  if (!finite) {
+    std::memset(codes, 0, width);
+    *scale_out = 0x7e00;
+    return;
+  }
+  *scale_out = given > 0.0f ? to_half(given) : to_half_towards(largest / 448.0f, true);
+  const float scale = from_half(*scale_out);
+  const F32 step = set1(scale > 0.0f ? scale : 1.0f);
+  for (int64_t i = 0; i < width; i += LANES) {
+    const int n = static_cast<int>(width - i);
+    float lanes[LANES];
+    store(lanes, min(set1(448.0f), max(set1(-448.0f), div(clamp_half(load_n(x + i, n)), step))));
+    for (int j = 0; j < n && j < LANES; ++j) codes[i + j] = to_e4m3(lanes[j]);
+  }
+}
+
+// What a frame is turned by at the position at hand: the row of cosines and sines, and how many elements rotate.
+struct Turn {
+  const Frame* frame;  // null: none
+  const float* row;
+  int64_t rotary;
+};
+
+constexpr int64_t MAX_HEAD = 512;  // elements of the largest head that has a frame or INT4
+
+// `constants` [heads][k_dim], turned to the position at hand.
+DSTGI_INLINE void turned(const Turn& t, const float* constants, int64_t head, int64_t width, float* out) {
+  std::memcpy(out, constants + head * width, sizeof(float) * width);
+  rotate_head(out, t.row, t.rotary / 2);
+}
+
+DSTGI_INLINE void write_int4_key(const Turn& t, const float* x, int64_t width, int64_t head, uint8_t* codes,
+                                 uint8_t* scales) {
+  alignas(64) float y[MAX_HEAD], other[MAX_HEAD], u[MAX_HEAD];
+  for (int64_t i = 0; i < width; i += LANES) store(y + i, clamp_half(load(x + i)));
+  rotate_vector(y, width);
+  int mark = 0;
+  if (t.frame != nullptr && t.frame->centre != nullptr) {
+    turned(t, t.frame->centre, head, width, other);
+    rotate_vector(other, width);
+    for (int64_t i = 0; i < width; i += LANES) store(other + i, sub(load(y + i), load(other + i)));
+    mark = squares(other, width) <= squares(y, width);
+    if (mark != 0) std::memcpy(y, other, sizeof(float) * width);
+  }
+  const bool shaped = t.frame != nullptr && t.frame->aim != nullptr;
+  if (shaped) {
+    turned(t, t.frame->aim, head, width, u);
+    rotate_vector(u, width);
+  }
+  store_int4(y, width, mark, shaped ? u : nullptr, shaped ? t.frame->weight[head] / rotation_growth(width) : 0.0f,
+             codes, scales);
+}
+
+// Stores one head's key at `slot`, or its value (`is_key` false).
+DSTGI_INLINE void write_head(const Pages& p, bool is_key, const Turn& t, const float* x, int64_t slot, int64_t head) {
+  const int64_t width = is_key ? p.k_dim : p.v_dim;
+  const int64_t page = slot / p.block_size * p.page_stride, row = head * p.block_size + slot % p.block_size;
+  char* to = (is_key ? p.k : p.v) + page + row * head_bytes(p.mode, width);
+  char* scales = (is_key ? p.k_scale : p.v_scale) + page;
+  alignas(64) float off[MAX_HEAD];
+  if (is_key && p.mode >= H_INT8 && p.mode != H_INT4 && t.frame != nullptr && t.frame->centre != nullptr) {
+    turned(t, t.frame->centre, head, width, off);
+    for (int64_t i = 0; i < width; ++i) off[i] = x[i] - off[i];
+    x = off;
+  }
   switch (p.mode) {
-    case 0:
+    case H_FLOAT32:
       std::memcpy(to, x, width * sizeof(float));
       break;
-    case 1:
+    case H_BFLOAT16:
       store_bf16(x, width, reinterpret_cast<uint16_t*>(to));
       break;
-    case 2:
+    case H_FLOAT16:
       store_halves(x, width, reinterpret_cast<uint16_t*>(to));
       break;
-    default:
-      store_int8(x, width, reinterpret_cast<uint8_t*>(to),
-                 reinterpret_cast<uint16_t*>((which == 0 ? p.k_scale : p.v_scale) + page * p.page_stride) + row * 2);
+    case H_INT8:
+      store_int8(x, width, reinterpret_cast<uint8_t*>(to), reinterpret_cast<uint16_t*>(scales) + row * 2);
+      break;
+    case H_FP8: {
+      const float given = t.frame == nullptr ? 0.0f : is_key ? t.frame->k_scale : t.frame->v_scale;
+      store_fp8(x, width, given, reinterpret_cast<uint8_t*>(to), reinterpret_cast<uint16_t*>(scales) + row);
+      break;
+    }
+    default: {
+      uint8_t* codes = reinterpret_cast<uint8_t*>(to);
+      uint8_t* bytes = reinterpret_cast<uint8_t*>(scales) + row * (width / int4_group(width));
+      if (is_key) {
+        write_int4_key(t, x, width, head, codes, bytes);
+        break;
+      }
+      for (int64_t i = 0; i < width; i += LANES) store(off + i, clamp_half(load(x + i)));
+      rotate_vector(off, width);
+      store_int4(off, width, -1, nullptr, 0.0f, codes, bytes);
+    }
   }
 }
 

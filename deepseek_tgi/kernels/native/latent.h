@@ -3,6 +3,7 @@
 
 #include "api.h"
 #include "heads.h"
+#include "levels.h"
 #include "tile.h"
 #include "transpose.h"
 
@@ -10,13 +11,9 @@ namespace dstgi {
 
 enum LatentMode : int64_t { L_FLOAT32, L_BFLOAT16, L_FLOAT16, L_INT8, L_INT4, L_FP8 };
 
-alignas(64) constexpr float LEVELS[LANES] = {-127, -98, -77, -60, -45, -31, -18, -6, 6, 18, 31, 45, 60, 77, 98, 127};
 constexpr int MAX_ROTATED = 32;  // elements of the largest rotated group
-constexpr float SCALE_UNIT = 64.0f;
 
 DSTGI_INLINE bool is_turned(int64_t i) { return (0x7888 >> (i & 15) & 1) != 0; }  // 3, 7, 11, 12, 13, 14
-
-DSTGI_INLINE float int4_scale(uint8_t byte) { return from_half(static_cast<uint16_t>(byte << 7)) / SCALE_UNIT; }
 
 DSTGI_INLINE int64_t latent_row_bytes(const LatentPages& p) {
   return p.mode == L_FLOAT32 ? p.rank * 4 : p.mode <= L_FLOAT16 ? p.rank * 2 : p.mode == L_INT4 ? p.rank / 2 : p.rank;

@@ -124,7 +124,7 @@ void attend_window(const Plan& plan, int64_t from, int64_t head, int64_t tile, i
     if (first_limit + rows - 1 <= 0) break;
     const float *keys = plan.keys(head, i), *values = plan.values(head, i);
     attend_rows({rows, 1, first_limit, s.q_dim(), q_stride, v_pad}, w,
-                [&](int64_t at, int64_t) { return keys + at / PANEL * plan.panel_floats(); },
+                [&](int64_t at, int64_t) { return KeyPanel{keys + at / PANEL * plan.panel_floats()}; },
                 [&](int64_t at, int64_t n, const float** groups) {
                   for (int64_t j = 0; j < n; j += LANES) groups[j / LANES] = values + (at + j) * v_pad;
                 });

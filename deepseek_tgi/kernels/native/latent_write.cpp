@@ -6,36 +6,7 @@
 namespace dstgi {
 namespace {
 
-constexpr float MIDDLES[7] = {12.0f, 24.5f, 38.0f, 52.5f, 68.5f, 87.5f, 112.5f};
 constexpr int SCALE_TRIALS = 4;
-constexpr int32_t INFINITE = 0x7f800000, MAGNITUDE = 0x7fffffff;
-constexpr uint8_t NAN_BYTE = 0xfc;
-
-// Bits of the largest magnitude of n elements, n a multiple of 16; above those of infinity if one is NaN.
-DSTGI_INLINE int32_t largest_bits(const float* x, int64_t n) {
-  I32 largest = izero();
-  for (int64_t i = 0; i < n; i += LANES) largest = imax(largest, iand(as_int(load(x + i)), iset1(MAGNITUDE)));
-  return max_lanes(largest);
-}
-
-DSTGI_INLINE float float_of(int32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-DSTGI_INLINE uint8_t to_e4m3(float x) {  // nearest even; |x| <= 448
-  int32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  const uint8_t sign = static_cast<uint8_t>(bits >> 24 & 0x80);
-  bits &= MAGNITUDE;
-  if (bits < 0x3c800000) {  // below 2**-6: a multiple of 2**-9, rounded by the adder
-    const float moved = float_of(bits) + 16384.0f;
-    std::memcpy(&bits, &moved, sizeof bits);
-    return sign | static_cast<uint8_t>(bits - 0x46800000);
-  }
-  return sign | static_cast<uint8_t>((bits + 0x7ffff + (bits >> 20 & 1)) / (1 << 20) - (120 << 3));
-}
 
 // INT8 or FP8: one group of clamped x.
 DSTGI_INLINE uint16_t store_scaled(const float* x, int64_t group, bool fp8, uint8_t* codes) {
@@ -81,12 +52,7 @@ DSTGI_INLINE float nearest_levels(const float* y, int64_t group, float scale, ui
   F32 error = zero();
   for (int64_t i = 0; i < group; i += LANES) {
     const F32 value = load(y + i), steps = div(value, step);
-    const F32 magnitude = as_float(iand(as_int(steps), iset1(MAGNITUDE)));
-    I32 index = izero();
-    for (const float middle : MIDDLES) index = count_above(index, magnitude, set1(middle));
-    // 8 + index above 0, else 7 - index.
-    const I32 positive = count_above(izero(), steps, zero());
-    const I32 code = iadd(imul(positive, iadd(iadd(index, index), iset1(1))), iadd(iset1(7), imul(index, iset1(-1))));
+    const I32 code = nearest_level(steps);
     store_u8(codes + i, code);
     const F32 off = sub(value, mul(lookup(levels, code), set1(scale)));
     error = i == 0 ? mul(off, off) : add(error, mul(off, off));

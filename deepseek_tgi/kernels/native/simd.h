@@ -108,7 +108,7 @@ DSTGI_INLINE F32 load_bf16(const uint16_t* p) {
 DSTGI_INLINE I32 load_s8(const int8_t* p) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-// table[index], index 0 .. 15.
+// table[index], of which the low four bits count.
 DSTGI_INLINE F32 lookup(F32 table, I32 index) { return _mm512_permutexvar_ps(index, table); }
 // `x` where a > b, else `other`.
 DSTGI_INLINE F32 if_above(F32 a, F32 b, F32 x, F32 other) {
@@ -277,7 +277,7 @@ DSTGI_INLINE I32 load_s8(const int8_t* p) {
 }
 DSTGI_INLINE F32 lookup(F32 table, I32 index) {
   F32 x;
-  for (int i = 0; i < LANES; ++i) x[i] = table[index[i]];
+  for (int i = 0; i < LANES; ++i) x[i] = table[index[i] & 15];
   return x;
 }
 DSTGI_INLINE F32 if_above(F32 a, F32 b, F32 x, F32 other) { return a > b ? x : other; }

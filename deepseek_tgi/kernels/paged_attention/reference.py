@@ -5,22 +5,24 @@ from __future__ import annotations
 import torch
 
 from deepseek_tgi.core import ForwardInputs
-from deepseek_tgi.kernels.int8_format import dequantise_rows
+from deepseek_tgi.kernels.frame import PlacedFrame
 from deepseek_tgi.kernels.paged_attention import check_paged_attention
 from deepseek_tgi.kernels.pages import LayerPages
+from deepseek_tgi.kernels.vector_store import read_keys, read_vectors
 
 
 def _context(
-    store: torch.Tensor, scales: torch.Tensor | None, blocks: list[int], length: int, head: int
-) -> torch.Tensor:
-    """Positions `0:length` of one KV head as `[length, D] float32`."""
-    size = store.shape[2]
-    rows = []
+    pages: LayerPages, blocks: list[int], length: int, head: int, placed: PlacedFrame | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of positions `0:length` of one KV head as `[length, D] float32`."""
+    size = pages.block_size
+    keys, values = [], []
     for position in range(length):
-        block, place = blocks[position // size], position % size
-        row = store[block, head, place]
-        rows.append(row.float() if scales is None else dequantise_rows(row, scales[block, head, place]))
-    return torch.stack(rows)
+        at = blocks[position // size], slice(None), slice(position % size, position % size + 1)
+        k_scale, v_scale = (None if s is None else s[at] for s in (pages.k_scale, pages.v_scale))
+        keys.append(read_keys(pages, pages.k[at], k_scale, placed, position)[head, 0])
+        values.append(read_vectors(pages.mode, pages.v[at], v_scale)[head, 0])
+    return torch.stack(keys), torch.stack(values)
 
 
 def paged_attention(
@@ -29,18 +31,19 @@ def paged_attention(
     inputs: ForwardInputs,
     scale: float,
     out: torch.Tensor | None = None,
+    *,
+    placed: PlacedFrame | None = None,
 ) -> torch.Tensor:
     """See the contract."""
-    check_paged_attention(q, pages, inputs, out)
-    y = torch.empty((q.shape[0], q.shape[1], pages.v.shape[3])) if out is None else out
-    ratio = q.shape[1] // pages.k.shape[1]
+    check_paged_attention(q, pages, inputs, out, placed)
+    y = torch.empty((q.shape[0], q.shape[1], pages.v_dim)) if out is None else out
+    ratio = q.shape[1] // pages.num_heads
     starts, cached = inputs.cu_seqlens.tolist(), inputs.cache_lens.tolist()
     for b, blocks in enumerate(inputs.block_tables.tolist()):
         for t in range(starts[b], starts[b + 1]):
             length = cached[b] + t - starts[b] + 1
             for head in range(q.shape[1]):
-                keys = _context(pages.k, pages.k_scale, blocks, length, head // ratio)
-                values = _context(pages.v, pages.v_scale, blocks, length, head // ratio)
+                keys, values = _context(pages, blocks, length, head // ratio, placed)
                 weights = torch.softmax((keys @ q[t, head]) * scale, 0)
                 y[t, head] = weights @ values
     return y

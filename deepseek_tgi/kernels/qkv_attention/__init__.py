@@ -1,6 +1,7 @@
 """All that happens between the fused q/k/v projection and the output projection, in one call.
 
-`qkv_attention(q [T, H, D], k [T, G, D], v [T, G, Dv], pages, inputs, cos_sin, scale, out=[T, H, Dv], head_norms=None)`
+`qkv_attention(q [T, H, D], k [T, G, D], v [T, G, Dv], pages, inputs, cos_sin, scale, out=[T, H, Dv], head_norms=None,
+frame=None)`
 normalises each head of q and k (if asked), rotates both in place, stores k and v in the pages, and attends. Its bits
 are those of `rms_norm`, `rope`, `kv_write` and `paged_attention` one after the other; a decode step makes one call a
 layer instead of three to five. Every layer of a step passes the same `inputs` and usually the same buffers: what was
@@ -15,6 +16,7 @@ from typing import Protocol
 import torch
 
 from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.frame import Frame
 from deepseek_tgi.kernels.pages import LayerPages
 
 __all__ = ["HeadNorms", "QkvAttention"]
@@ -44,4 +46,5 @@ class QkvAttention(Protocol):
         scale: float,
         out: torch.Tensor,
         head_norms: HeadNorms | None = None,
+        frame: Frame | None = None,
     ) -> torch.Tensor: ...

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.frame import Frame, PlacedFrame
 from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kernels.qkv_attention import HeadNorms
 
@@ -39,11 +40,13 @@ class ComposedQkvAttention:
         scale: float,
         out: torch.Tensor,
         head_norms: HeadNorms | None = None,
+        frame: Frame | None = None,
     ) -> torch.Tensor:
         """See the contract."""
         if head_norms is not None:
             self.rms_norm(q, head_norms.q, head_norms.eps, q)
             self.rms_norm(k, head_norms.k, head_norms.eps, k)
         self.rope(q, k, inputs.positions, cos_sin)
-        self.kv_write(pages, k, v, inputs.slots)
-        return self.paged_attention(q, pages, inputs, scale, out)
+        placed = None if frame is None else PlacedFrame(frame, inputs.positions, cos_sin)
+        self.kv_write(pages, k, v, inputs.slots, placed)
+        return self.paged_attention(q, pages, inputs, scale, out, placed=placed)

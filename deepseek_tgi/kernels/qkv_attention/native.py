@@ -10,7 +10,9 @@ import torch
 
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import describe, refuse
+from deepseek_tgi.kernels.frame import Frame, PlacedFrame, check_frame
 from deepseek_tgi.kernels.library import AttentionCall, NativeLibrary
+from deepseek_tgi.kernels.native_frame import TurnTable, native_frame
 from deepseek_tgi.kernels.native_pages import native_pages
 from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kernels.qkv_attention import HeadNorms
@@ -36,6 +38,7 @@ class QkvAttentionOp:
         self._library = library
         self._num_threads = num_threads
         self._bound: _Bound | None = None
+        self._turns = TurnTable()
 
     def __call__(
         self,
@@ -49,6 +52,7 @@ class QkvAttentionOp:
         scale: float,
         out: torch.Tensor,
         head_norms: HeadNorms | None = None,
+        frame: Frame | None = None,
     ) -> torch.Tensor:
         """See the contract."""
         bound = self._bound
@@ -61,14 +65,22 @@ class QkvAttentionOp:
         ):
             bound = self._bind((q, k, v, out, cos_sin), pages, inputs, scale)
             self._bound = bound
-        if head_norms is None:
-            bound.function(native_pages(pages).address, bound.address, None, None, 0.0)
-        else:
-            norms = head_norms
-            bound.function(
-                native_pages(pages).address, bound.address, norms.q.data_ptr(), norms.k.data_ptr(), norms.eps
-            )
+        norms: tuple[int | None, int | None, float] = (None, None, 0.0)
+        if head_norms is not None:
+            norms = (head_norms.q.data_ptr(), head_norms.k.data_ptr(), head_norms.eps)
+        bound.function(native_pages(pages).address, bound.address, *norms, *self._framed(pages, inputs, frame, cos_sin))
         return out
+
+    def _framed(
+        self, pages: LayerPages, inputs: ForwardInputs, frame: Frame | None, cos_sin: torch.Tensor
+    ) -> tuple[int | None, int | None]:
+        """Addresses of the frame and of the table that its centre turns by."""
+        if frame is None or not pages.quantised:
+            return None, None
+        if not frame.native:
+            check_frame("qkv_attention", pages, PlacedFrame(frame, inputs.positions, cos_sin))
+        turns = None if frame.centre is None else self._turns.address(cos_sin)
+        return native_frame(frame, cos_sin.shape[1]).address, turns
 
     def _bind(
         self, operands: tuple[torch.Tensor, ...], pages: LayerPages, inputs: ForwardInputs, scale: float
@@ -93,7 +105,7 @@ class QkvAttentionOp:
 def _check(operands: tuple[torch.Tensor, ...], pages: LayerPages, inputs: ForwardInputs) -> None:
     """Raise `GenerationError` for operands that do not fit; once a step, so that layers need not."""
     q, k, v, out, cos_sin = operands
-    tokens, kv_heads, k_dim, v_dim = q.shape[0], pages.k.shape[1], pages.k.shape[3], pages.v.shape[3]
+    tokens, kv_heads, k_dim, v_dim = q.shape[0], pages.num_heads, pages.k_dim, pages.v_dim
     shapes = {
         "q": (q, (tokens, q.shape[1], k_dim)),
         "k": (k, (tokens, kv_heads, k_dim)),

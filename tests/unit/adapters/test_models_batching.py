@@ -19,7 +19,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
     return tiny_checkpoint(tmp_path_factory.mktemp("qwen2"), "qwen2", "awq-gemm", bias_scale=5.0)
 
 
-@pytest.fixture(scope="module", params=["float32-auto", "bfloat16-auto", "float32-int8", "float32-float16"])
+@pytest.fixture(
+    scope="module",
+    params=["float32-auto", "bfloat16-auto", "float32-int8", "float32-float16", "float32-fp8", "float32-int4"],
+)
 def adapter(request: pytest.FixtureRequest, checkpoint: TinyCheckpoint) -> QuantizedModelAdapter:
     """The product's own choice of kernels, in each compute dtype and some cache formats."""
     dtype, cache = str(request.param).split("-")

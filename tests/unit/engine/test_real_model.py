@@ -23,7 +23,7 @@ def driver_of(checkpoint: TinyCheckpoint, kv_cache_dtype: str) -> Driver:
     return Driver(QuantizedModelAdapter.get_model(str(checkpoint.path), options=options), max_prefill=128)
 
 
-@pytest.fixture(params=["float32", "int8"])
+@pytest.fixture(params=["float32", "int8", "fp8", "int4"])
 def driver(request: pytest.FixtureRequest, checkpoint: TinyCheckpoint) -> Driver:
     return driver_of(checkpoint, request.param)
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from deepseek_tgi.errors import ConfigError, GenerationError, ResourceError
-from deepseek_tgi.kv.layout import PAGE_ALIGNMENT_BYTES, PER_HEAD_MODES, KVLayout, KVMode, LatentLayout
+from deepseek_tgi.kv.layout import PAGE_ALIGNMENT_BYTES, KVLayout, KVMode, LatentLayout
 from deepseek_tgi.kv.pool import KVPool
 
-LAYOUTS = [KVLayout(3, 2, 24, 8, mode, size) for mode in PER_HEAD_MODES for size in (16, 48)]
+LAYOUTS = [
+    KVLayout(3, 2, *((64, 32) if mode is KVMode.INT4 else (24, 8)), mode, size) for mode in KVMode for size in (16, 48)
+]
 IDS = [f"{layout.mode.value}-S{layout.block_size}" for layout in LAYOUTS]
 
 
@@ -44,8 +46,10 @@ def test_views_have_the_layouts_shapes_and_are_made_once(layout: KVLayout) -> No
     pool = KVPool(layout, 5)
     pages = pool.view(1)
     assert pages is pool.view(1)
-    assert tuple(pages.k.shape) == (5, 2, layout.block_size, 24)
-    assert tuple(pages.v.shape) == (5, 2, layout.block_size, 8)
+    per_item = 2 if layout.mode is KVMode.INT4 else 1
+    assert tuple(pages.k.shape) == (5, 2, layout.block_size, layout.k_dim // per_item)
+    assert tuple(pages.v.shape) == (5, 2, layout.block_size, layout.v_dim // per_item)
+    assert (pages.num_heads, pages.k_dim, pages.v_dim) == (2, layout.k_dim, layout.v_dim)
     assert pages.quantised == layout.mode.quantised
     assert pages.num_slots == pool.num_slots
 
@@ -62,6 +66,29 @@ def test_reading_dequantises_by_hand_worked_numbers() -> None:
     k, v = pool.read(0, torch.tensor([19]))
     assert k.tolist() == [[[-2.0, 125.5]]]
     assert v.tolist() == [[[2.0]]]
+
+
+def test_low_bit_heads_are_read_by_hand_worked_numbers() -> None:
+    pool = KVPool(KVLayout(1, 1, 32, 32, KVMode.FP8), 2)
+    pages = pool.view(0)
+    assert pages.k_scale is not None
+    pages.k[1, 0, 3], pages.k_scale[1, 0, 3] = 0x38, 0.5  # 1 in E4M3
+    assert pool.read(0, torch.tensor([19]))[0].tolist() == [[[0.5] * 32]]
+    pool = KVPool(KVLayout(1, 1, 32, 32, KVMode.INT4), 2)
+    pages = pool.view(0)
+    assert pages.k_scale is not None
+    # Scale 0x3C00 / 64 = 1 / 64. Levels are 6 at element 0 and -6, code 7, elsewhere: 12 at element 0 over a common -6,
+    # whose rotation is -6 * 32 at element 0 and 0 elsewhere, over 2^3.
+    pages.k[1, 0, 3], pages.k_scale[1, 0, 3] = 0x77, 0x3C00 >> 7
+    pages.k[1, 0, 3, 0] = 0x78
+    assert pool.read(0, torch.tensor([19]))[0].tolist() == [[[(12 - 192) / 512, *[12 / 512] * 31]]]
+
+
+def test_head_sizes_that_int4_cannot_hold_are_refused_by_name() -> None:
+    for size in (40, 288):
+        with pytest.raises(ConfigError, match=f"got int4 with heads of {size} elements, expected a multiple of 32"):
+            KVLayout(1, 1, 64, size, KVMode.INT4)
+    assert KVLayout(1, 1, 40, 40, KVMode.FP8).bytes_per_token == 2 * 42
 
 
 def test_memory_is_taken_only_as_pages_are_written() -> None:

@@ -1,4 +1,4 @@
-"""The INT8 format of cached vectors: its error bound, and what saturates."""
+"""The low-bit formats of cached vectors: their error bounds, and what saturates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import kernels as oracle
 
-from deepseek_tgi.kv.quantise import dequantise_rows, error_bound, quantise_rows
+from deepseek_tgi.kv.quantise import (
+    dequantise_fp8,
+    dequantise_int4,
+    dequantise_rows,
+    error_bound,
+    quantise_fp8,
+    quantise_int4,
+    quantise_rows,
+)
 
 FINITE = st.floats(-65504, 65504, width=32)
 
@@ -18,7 +26,12 @@ FINITE = st.floats(-65504, 65504, width=32)
 def test_error_stays_within_the_stated_bound(values: list[float]) -> None:
     x = torch.tensor([values])
     back = dequantise_rows(*quantise_rows(x))
-    assert float((back - x).abs().max()) <= float(error_bound(x))
+    assert float((back - x).abs().max()) <= float(error_bound(x, "int8"))
+    back = dequantise_fp8(*quantise_fp8(x))
+    assert float((back - x).abs().max()) <= float(error_bound(x, "fp8_e4m3fn"))
+    x = torch.nn.functional.pad(x / 8, (0, 64 - x.shape[1]))  # of a length that INT4 has room for
+    back = dequantise_int4(*quantise_int4(x))
+    assert float((back.double() - x.double()).norm()) <= float(error_bound(x, "int4"))
 
 
 @given(st.lists(FINITE, min_size=1, max_size=33))
@@ -40,7 +53,15 @@ def test_a_constant_vector_keeps_its_value_to_half_precision(value: float) -> No
 
 def test_the_bound_is_half_a_step_where_half_precision_is_fine_enough() -> None:
     x = torch.linspace(-1, 1, 64).unsqueeze(0)
-    assert float(error_bound(x)) <= 0.51 * 2 / 255
+    assert float(error_bound(x, "int8")) <= 0.51 * 2 / 255
+
+
+@pytest.mark.parametrize(("mode", "part"), [("bfloat16", 2**-8), ("fp8_e4m3fn", 0.063), ("int4", 0.25)])
+def test_bounds_are_small_against_what_is_stored(mode: str, part: float) -> None:
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    size = x.norm(dim=-1) if mode == "int4" else x.abs().amax(-1)
+    assert bool((error_bound(x, mode) <= part * size).all())
+    assert not bool(error_bound(x, "float32").any())
 
 
 def test_values_beyond_half_precision_saturate() -> None:
