@@ -213,13 +213,16 @@ def test_a_grammar_may_answer_with_a_list_with_none_or_with_an_empty_one() -> No
 
 
 def test_the_cheap_path_stays_cheap() -> None:
-    for rows, limit_ms in ((1, 0.3), (16, 2.0)):
+    """Against a log-softmax and an arg-max of the same rows in the same moments: it does little more than those."""
+    for rows in (1, 16):
         logits = some_logits(rows, 49152)
         plan = SamplingPlan(states_of([SamplingParams()] * rows), Watermark(), identity)
-        best = math.inf
-        for _ in range(30):
+        ours = peer = math.inf
+        for _ in range(60):
             start = time.perf_counter()
             plan.run(logits)
-            best = min(best, time.perf_counter() - start)
-        # Three times the aim, since other work may share the machine.
-        assert best * 1e3 < 3 * limit_ms
+            middle = time.perf_counter()
+            logits.log_softmax(-1)
+            logits.argmax(-1)
+            ours, peer = min(ours, middle - start), min(peer, time.perf_counter() - middle)
+        assert ours < 6 * peer + 1e-3
