@@ -1,5 +1,5 @@
-"""Times each CPU op at the shapes of a 135M Llama, and latent attention at those of DeepSeek-V2-Lite, beside torch's own
-operators and the memory floor.
+"""Times each CPU op at the shapes of a 135M Llama, and latent attention at those of DeepSeek-V2-Lite, beside torch's
+own operators and the memory floor.
 
     python -m tests.benchmarks.kernels_cpu [--threads 2] [--repeats 15] [--rows 1 4 16 64 512]
 
