@@ -96,11 +96,16 @@ class LaunchedServer:
 
     @classmethod
     def start(
-        cls, model: Path | str, folder: Path, extra: Sequence[str] = (), environment: dict[str, str] | None = None
+        cls,
+        model: Path | str | None,
+        folder: Path,
+        extra: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
     ) -> LaunchedServer:
-        """Run the launcher in a session of its own and return when `/health` says 200."""
+        """Run the launcher in a session of its own, return when `/health` says 200; without `model` none is named."""
         port, stem = free_port(), folder / "tgi"
-        argv = [*launcher_command(), "--backend", "deepseek-quant", "--model-id", str(model), "--port", str(port)]
+        named = [] if model is None else ["--model-id", str(model)]
+        argv = [*launcher_command(), "--backend", "deepseek-quant", *named, "--port", str(port)]
         argv += ["--hostname", "127.0.0.1", "--prometheus-port", str(free_port()), "--shard-uds-path", str(stem)]
         argv += ["--master-port", str(free_port()), "--router", "embedded", *extra]
         process = subprocess.Popen(

@@ -64,7 +64,7 @@ def hand_over(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     if found is None:
         raise ConfigError(
             f"no --backend was given, which means TGI's own server, and no other {NAME} is on PATH; "
-            f"to serve with this package: {NAME} --backend {DEFAULT_BACKEND} --model-id smollm2"
+            f"to serve with this package: {NAME} --backend {DEFAULT_BACKEND}"
         )
     sys.stderr.write(f"deepseek-tgi: no backend of ours asked for; handing over to {found}\n")
     sys.stderr.flush()

@@ -10,6 +10,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+import deepseek_tgi
 from deepseek_tgi.adapters import hub
 from deepseek_tgi.errors import CheckpointError, ResourceError
 
@@ -42,6 +43,25 @@ def test_alias_is_found_once_made_and_says_how_to_make_it(environ: dict[str, str
     made = hub.models_cache(environ) / hub.SMALL_MODEL_FOLDER
     made.mkdir(parents=True)
     assert hub.resolve_folder("smollm2", None, environ) == made
+
+
+def test_the_bundled_model_lies_in_the_package_and_a_folder_of_its_name_goes_first(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bundled = Path(deepseek_tgi.__file__).parent / "models" / "demo"
+    assert hub.resolve_folder("demo", None, environ) == hub.download("demo", None, environ) == bundled
+    (tmp_path / "demo").mkdir()
+    assert hub.resolve_folder("demo", None, environ) == Path("demo")
+
+
+def test_a_package_without_its_model_says_so(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(deepseek_tgi, "__file__", str(tmp_path / "package" / "__init__.py"))
+    with pytest.raises(CheckpointError, match="holds no model; install the package again"):
+        hub.resolve_folder("demo", None, environ)
 
 
 @pytest.mark.parametrize(
