@@ -20,6 +20,9 @@ from deepseek_tgi.adapters.quant_schemes import cut_group
 
 __all__ = ["DenseWeight", "Fp8Weight", "Int4Weight", "Part", "Weight", "fuse"]
 
+Outputs = torch.Tensor | slice
+"""Which outputs of a layer: `[n] int64`, or a run of them, which stays a view."""
+
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
@@ -61,16 +64,14 @@ class Int4Weight:
             return values
         return torch.empty_like(values).index_copy_(1, self.order, values)
 
-    def reordered(self, rows: torch.Tensor) -> Int4Weight:
-        """The layer with its outputs in the order `rows [N] int64`."""
+    def reordered(self, rows: Outputs) -> Int4Weight:
+        """The layer with the outputs `rows`, in their order, and their biases."""
         bias = None if self.bias is None else self.bias[rows]
         return replace(self, codes=self.codes[rows], zeros=self.zeros[rows], scales=self.scales[rows], bias=bias)
 
     def rows(self, start: int, stop: int) -> Int4Weight:
         """Outputs `start:stop` with their biases."""
-        part = slice(start, stop)
-        bias = None if self.bias is None else self.bias[part]
-        return replace(self, codes=self.codes[part], zeros=self.zeros[part], scales=self.scales[part], bias=bias)
+        return self.reordered(slice(start, stop))
 
     def columns(self, start: int, stop: int) -> Int4Weight | DenseWeight:
         """Inputs `start:stop`, without the bias (it is added once, after the ranks' sums).
@@ -122,15 +123,14 @@ class Fp8Weight:
         wide = self.scales.repeat_interleave(self.block, 1)[:, : self.in_features]
         return self.codes.to(torch.float32).mul_(wide)
 
-    def reordered(self, rows: torch.Tensor) -> Fp8Weight:
-        """The layer with its outputs in the order `rows [N] int64`."""
+    def reordered(self, rows: Outputs) -> Fp8Weight:
+        """The layer with the outputs `rows`, in their order, and their biases."""
         bias = None if self.bias is None else self.bias[rows]
         return Fp8Weight(self.codes[rows], self.scales[rows], self.block, bias)
 
     def rows(self, start: int, stop: int) -> Fp8Weight:
         """Outputs `start:stop` with their biases."""
-        bias = None if self.bias is None else self.bias[start:stop]
-        return Fp8Weight(self.codes[start:stop], self.scales[start:stop], self.block, bias)
+        return self.reordered(slice(start, stop))
 
     def columns(self, start: int, stop: int) -> Fp8Weight:
         """Inputs `start:stop`, without the bias. A start off the block grid cuts the blocks into equal smaller ones."""
@@ -171,13 +171,13 @@ class DenseWeight:
         """The weight as `[N, K] float32`."""
         return self.weight.to(torch.float32)
 
-    def reordered(self, rows: torch.Tensor) -> DenseWeight:
-        """The layer with its outputs in the order `rows [N] int64`."""
+    def reordered(self, rows: Outputs) -> DenseWeight:
+        """The layer with the outputs `rows`, in their order, and their biases."""
         return DenseWeight(self.weight[rows], None if self.bias is None else self.bias[rows])
 
     def rows(self, start: int, stop: int) -> DenseWeight:
         """Outputs `start:stop` with their biases."""
-        return DenseWeight(self.weight[start:stop], None if self.bias is None else self.bias[start:stop])
+        return self.reordered(slice(start, stop))
 
     def columns(self, start: int, stop: int) -> DenseWeight:
         """Inputs `start:stop`, without the bias."""
