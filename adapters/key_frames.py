@@ -11,7 +11,6 @@ depend on the traffic), a file of statistics beside the checkpoint (one more thi
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,8 +21,6 @@ from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kernels.qkv_attention import HeadNorms, QkvAttention
 from deepseek_tgi.kernels.rms_norm import RmsNorm
 from deepseek_tgi.kernels.vector_store import int4_error
-
-logger = logging.getLogger(__name__)
 
 MAX_TOKENS, FEWEST_TOKENS = 256, 16
 TEXT = """The old harbour wakes before the town does. Boats come in at half past four with crates of fish, and by six

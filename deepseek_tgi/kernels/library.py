@@ -8,15 +8,12 @@ during a long prefill.
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import Structure, c_double, c_float, c_int64, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from deepseek_tgi.kernels.compiler import BuildError, build, discard_private
-
-logger = logging.getLogger(__name__)
 
 __all__ = [
     "AttentionCall",

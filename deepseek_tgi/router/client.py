@@ -6,7 +6,6 @@ Knows messages and merge rules; nothing of queues, blocks or HTTP.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -21,8 +20,6 @@ from deepseek_tgi.router.spans import Spans
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanContext
-
-logger = logging.getLogger(__name__)
 
 Step: TypeAlias = pb.PrefillResponse | pb.DecodeResponse
 R = TypeVar("R")
