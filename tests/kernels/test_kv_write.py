@@ -97,6 +97,22 @@ def test_what_is_read_back_lies_within_the_stated_bound(kernels: KernelSet, mode
         assert bool((seen <= error_bound(x, mode.value)).all())
 
 
+@pytest.mark.parametrize("width", [32, 64, 96, 128], ids=lambda d: f"D{d}")
+def test_int4_bytes_are_read_as_an_independent_reading_says(kernels: KernelSet, width: int) -> None:
+    pool = make_pool(KVMode.INT4, width, width)
+    x = torch.randn(20, 3, width)
+    kernels.kv_write(pool.view(0), x, -x, torch.arange(20))
+    k, v = pool.read(0, torch.arange(20))
+    pages = pool.view(0)
+    assert pages.k_scale is not None
+    assert pages.v_scale is not None
+    for t in range(20):
+        at = (t // 16, 1, t % 16)
+        for got, codes, scales in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
+            meant = heads.unrotated(heads.int4_values(codes[at].tolist(), scales[at].tolist()))
+            assert np.allclose(got[t, 1].numpy(), meant, rtol=0, atol=1e-5 * float(abs(meant).max()))
+
+
 def placed(width: int, rotary: int, positions: torch.Tensor, centre: float = 40.0, shaped: bool = True) -> PlacedFrame:
     """A frame whose centre outweighs every key, and a rotation of any first elements."""
     angles = torch.arange(300).unsqueeze(1) * torch.logspace(0, -3, rotary // 2)

@@ -159,12 +159,6 @@ def test_64_experts_of_which_one_takes_every_token_and_some_take_none(native: Ke
     check(native, made, 101, ids, weights)
 
 
-def test_no_tokens_change_nothing(any_kernels: KernelSet) -> None:
-    made = layer(any_kernels, ("g32",), 2, "g32")
-    out = torch.empty(0, HIDDEN)
-    any_kernels.moe(out.clone(), *choices(0, 2, 1), made.packed, out)
-
-
 @pytest.mark.parametrize("kinds", [("g32", "g16"), KINDS], ids="-".join)
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(native: KernelSet, kinds: tuple[str, ...]) -> None:
     made = layer(native, kinds, 12, "g32")

@@ -159,7 +159,7 @@ def test_dtype_is_read_in_every_spelling(over: dict[str, Any], expected: str | N
     ],
 )
 def test_a_window_that_is_not_active_is_no_obstacle(over: dict[str, Any], tmp_path: Path) -> None:
-    read(tmp_path, model_type="qwen2", **over)
+    assert read(tmp_path, model_type="qwen2", **over).model_type == "qwen2"
 
 
 @pytest.mark.parametrize(
