@@ -30,7 +30,8 @@ HEAD = (49152, 576)
 GROUP = 64
 ROTATED_BYTES = 96 << 20
 FEW_ROWS = 16
-HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
+SMALL_HEADS, LARGE_HEADS = (9, 3, 64), (32, 8, 128)
+"""Query heads, KV heads and head size of the 135M Llama, and of 8B ones."""
 LATENT = (16, 512, 64, 128, 128)
 """Heads, rank, rotary part, part without position and value of DeepSeek-V2-Lite."""
 
@@ -124,26 +125,39 @@ def head_rows(sets: dict[str, KernelSet], rows: int, repeats: int, bandwidth: fl
     dense_row("torch linear bfloat16", torch.bfloat16, HEAD, rows, repeats, bandwidth)
 
 
-def attention_rows(kernels: KernelSet, mode: KVMode, tokens: int, cached: int, repeats: int, bandwidth: float) -> None:
+@dataclass(frozen=True, slots=True)
+class Case:
     """`tokens` new tokens of one request after `cached`, or, for 0 tokens, 16 requests of one token each."""
-    requests, each = (16, 1) if tokens == 0 else (1, tokens)
+
+    heads: tuple[int, int, int]
+    tokens: int
+    cached: int
+
+
+def attention_rows(kernels: KernelSet, mode: KVMode, case: Case, repeats: int, bandwidth: float) -> None:
+    """Attention over one layer's pages, and what filling them took, a token."""
+    heads, kv_heads, width = case.heads
+    requests, each = (16, 1) if case.tokens == 0 else (1, case.tokens)
+    cached = case.cached
     columns = -(-(cached + each) // 16)
-    pool = KVPool(KVLayout(1, KV_HEADS, HEAD_DIM, HEAD_DIM, mode), requests * columns)
+    pool = KVPool(KVLayout(1, kv_heads, width, width, mode), requests * columns)
     tables = torch.randperm(requests * columns).view(requests, columns).int()
-    everything = torch.randn(pool.num_slots, KV_HEADS, HEAD_DIM)
-    kernels.kv_write(pool.view(0), everything, everything, torch.arange(pool.num_slots))
+    everything = torch.randn(pool.num_slots, kv_heads, width)
+    write = partial(kernels.kv_write, pool.view(0), everything, everything, torch.arange(pool.num_slots))
+    written = timed([write], repeats).best / pool.num_slots
     positions = torch.arange(cached, cached + each, dtype=torch.int32).repeat(requests)
     inputs = ForwardInputs(
         torch.zeros(requests * each, dtype=torch.int64), positions, torch.zeros(requests * each, dtype=torch.int64),
         torch.arange(0, requests * each + 1, each, dtype=torch.int32), tables,
         torch.full((requests,), cached, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), each, cached + each,
     )  # fmt: skip
-    q = torch.randn(requests * each, HEADS, HEAD_DIM)
-    timing = timed([lambda: kernels.paged_attention(q, pool.view(0), inputs, 0.125)], repeats)
+    q = torch.randn(requests * each, heads, width)
+    timing = timed([lambda: kernels.paged_attention(q, pool.view(0), inputs, width**-0.5)], repeats)
     seen = requests * sum(cached + i + 1 for i in range(each))
     size = requests * (cached + each) * pool.layout.layer_bytes_per_token
     name = f"{mode.value}, {requests} x {each} at {cached}"
-    print(timing.line(name, 4.0 * HEADS * HEAD_DIM * seen, size, size / bandwidth))
+    line = timing.line(name, 4.0 * heads * width * seen, size, size / bandwidth)
+    print(f"{line}, write {written * 1e6:.2f} us a token")
 
 
 def latent_rows(kernels: KernelSet, mode: KVMode, tokens: int, cached: int, repeats: int, bandwidth: float) -> None:
@@ -193,10 +207,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         if rows <= 64:
             print(f"head {HEAD[0]} x {HEAD[1]}, M={rows}")
             head_rows(sets, rows, options.repeats, bandwidth)
-    print("attention, 9 heads over 3, head size 64")
-    for mode in KVMode:
-        for tokens, cached in ((1, 127), (1, 511), (1, 4095), (0, 511), (512, 0)):
-            attention_rows(sets["ours bfloat16"], mode, tokens, cached, options.repeats, bandwidth)
+    for heads, steps in (
+        (SMALL_HEADS, ((1, 127), (1, 511), (1, 8191), (0, 511), (512, 0))),
+        (LARGE_HEADS, ((1, 511), (1, 8191))),
+    ):
+        print("attention, {} heads over {}, head size {}".format(*heads))
+        for mode in KVMode:
+            for step in steps:
+                attention_rows(sets["ours bfloat16"], mode, Case(heads, *step), options.repeats, bandwidth)
     print("latent attention of DeepSeek-V2-Lite, 16 heads, rank 512")
     for mode, tokens, cached in (
         *((mode, 1, 4095) for mode in KVMode), (KVMode.BFLOAT16, 1, 511), (KVMode.BFLOAT16, 512, 0),
