@@ -22,12 +22,16 @@ STAMP = "peer.json"
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One environment: its name under `.peers/`, what is installed, and why it is on its own."""
+    """One environment: its name under `.peers/`, what is installed, and why it is on its own.
+
+    `bare` packages are installed without what they ask for: only their generated code is used.
+    """
 
     name: str
     packages: tuple[str, ...]
     reason: str
     by_default: bool = True
+    bare: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -44,7 +48,12 @@ class Peer:
             stamp = json.loads((self.folder / STAMP).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
-        return stamp == {"packages": list(self.packages)} and self.python.exists()
+        return stamp == self.stamp and self.python.exists()
+
+    @property
+    def stamp(self) -> dict[str, list[str]]:
+        """What is written when the environment is complete."""
+        return {"packages": list(self.packages)} | ({"bare": list(self.bare)} if self.bare else {})
 
 
 PEERS = {
@@ -54,6 +63,12 @@ PEERS = {
             "tgi-client",
             ("text-generation==0.7.0", "openai==3.57.0", "huggingface_hub==0.36.2"),
             "text-generation needs huggingface_hub below 1.0, transformers needs a newer one",
+        ),
+        Peer(
+            "grpc-clients",
+            ("tritonclient[grpc]==2.73.0", "grpcio==1.85.3", "protobuf==6.33.6"),
+            "tritonclient needs protobuf below 7; vllm-tgis-adapter would bring all of vLLM",
+            bare=("vllm-tgis-adapter==0.10.0",),
         ),
         Peer(
             "llama",
@@ -73,11 +88,13 @@ def prepare(peer: Peer) -> None:
     peer.folder.parent.mkdir(exist_ok=True)
     try:
         venv.create(peer.folder, with_pip=True, symlinks=True)
-        pip = [str(peer.python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *peer.packages]
+        pip = [str(peer.python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         # PIP_CONSTRAINT would bring back the very pins this environment is there to avoid.
         environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
-        subprocess.run(pip, check=True, stdin=subprocess.DEVNULL, env=environment)
-        (peer.folder / STAMP).write_text(json.dumps({"packages": list(peer.packages)}), encoding="utf-8")
+        subprocess.run([*pip, *peer.packages], check=True, stdin=subprocess.DEVNULL, env=environment)
+        if peer.bare:
+            subprocess.run([*pip, "--no-deps", *peer.bare], check=True, stdin=subprocess.DEVNULL, env=environment)
+        (peer.folder / STAMP).write_text(json.dumps(peer.stamp), encoding="utf-8")
     except BaseException:
         shutil.rmtree(peer.folder, ignore_errors=True)
         raise
