@@ -209,18 +209,22 @@ class TokenInfo(_message.Message):
     def __init__(self, text: _Optional[str] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_tokens: _Optional[_Iterable[_Union[TokenInfo.TopToken, _Mapping]]] = ...) -> None: ...
 
 class BatchedTokenizeRequest(_message.Message):
-    __slots__ = ("model_id", "requests", "return_tokens", "return_offsets", "truncate_input_tokens")
+    __slots__ = ("model_id", "requests", "return_tokens", "return_offsets", "truncate_input_tokens", "prefix_id", "adapter_id")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RETURN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETURN_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     requests: _containers.RepeatedCompositeFieldContainer[TokenizeRequest]
     return_tokens: bool
     return_offsets: bool
     truncate_input_tokens: int
-    def __init__(self, model_id: _Optional[str] = ..., requests: _Optional[_Iterable[_Union[TokenizeRequest, _Mapping]]] = ..., return_tokens: _Optional[bool] = ..., return_offsets: _Optional[bool] = ..., truncate_input_tokens: _Optional[int] = ...) -> None: ...
+    prefix_id: str
+    adapter_id: str
+    def __init__(self, model_id: _Optional[str] = ..., requests: _Optional[_Iterable[_Union[TokenizeRequest, _Mapping]]] = ..., return_tokens: _Optional[bool] = ..., return_offsets: _Optional[bool] = ..., truncate_input_tokens: _Optional[int] = ..., prefix_id: _Optional[str] = ..., adapter_id: _Optional[str] = ...) -> None: ...
 
 class BatchedTokenizeResponse(_message.Message):
     __slots__ = ("responses",)
