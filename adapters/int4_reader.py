@@ -35,6 +35,7 @@ _LAYOUTS = {**AWQ_VERSIONS, **GPTQ_FORMATS, PACK_QUANTIZED.name: PACK_QUANTIZED}
 PACKED_SUFFIXES = tuple({f".{layout.weight}" for layout in _LAYOUTS.values()})
 """Ends of the names of packed weights, of every dialect."""
 _INDEX_DTYPES = (torch.int32, torch.int64)
+_WEIGHT_SHAPE = "weight_shape"
 Say = Callable[[str, str, str], None]
 """`say(key, message, name)` logs `message % name`, once for each key."""
 
@@ -72,11 +73,18 @@ class Int4Reader:
         """How a packed layer of `shape` is stored, by its headers; refuses by them what `read` would."""
         size = self._group_size(module, shape[1])
         self._check_layout(module, shape)
-        names = {f"{module}.{self._layout.scales}": FLOAT_DTYPES, f"{module}.{self._layout.zeros}": (torch.int32,)}
-        shapes = (self._layout.scales_shape(*shape, size), self._layout.zeros_shape(*shape, size))
-        for (name, dtypes), expected in zip(names.items(), shapes, strict=True):
-            if name in self._checkpoint:
-                self._checkpoint.check(name, expected, dtypes)
+        layout, stored = self._layout, self._checkpoint
+        expected: list[tuple[str, tuple[int, ...], tuple[torch.dtype, ...]]] = [
+            (layout.weight, layout.weight_shape(*shape), (torch.int32,)),
+            (layout.scales, layout.scales_shape(*shape, size), FLOAT_DTYPES),
+            (layout.zeros, layout.zeros_shape(*shape, size), (torch.int32,)),
+            (layout.group_index, (shape[1],), _INDEX_DTYPES),
+        ]
+        if layout is PACK_QUANTIZED:
+            expected.append((_WEIGHT_SHAPE, (2,), _INDEX_DTYPES))
+        for suffix, own_shape, dtypes in expected:
+            if suffix and f"{module}.{suffix}" in stored:
+                stored.check(f"{module}.{suffix}", own_shape, dtypes)
         own = self._scheme(module)
         return replace(own, group_size=own.group_size if own.group_size == -1 else size)
 
@@ -210,7 +218,7 @@ class Int4Reader:
         )
 
     def _check_weight_shape(self, module: str, shape: tuple[int, int]) -> None:
-        name = f"{module}.weight_shape"
+        name = f"{module}.{_WEIGHT_SHAPE}"
         if self._layout is not PACK_QUANTIZED or name not in self._checkpoint:
             return
         stored = self._checkpoint.tensor(name, (2,), _INDEX_DTYPES).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.model_config import ModelConfig, read_model_config
 from deepseek_tgi.adapters.plan import PlanLine, WeightPlan, plan_weights, ranges_of
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
+from deepseek_tgi.adapters.safetensors_file import DTYPES
 from deepseek_tgi.adapters.sharding import plan_shards
 from deepseek_tgi.adapters.stored_headers import StoredForms
 from deepseek_tgi.adapters.stored_tensors import DeclaredForms
 from deepseek_tgi.adapters.tgi_needs import cache_bytes_per_token, tgi_needs
 from deepseek_tgi.adapters.workspace import StepSizes, scratch_floats
 from deepseek_tgi.errors import CheckpointError, DeepseekTgiError
-from deepseek_tgi.kernels.held_bytes import HeldBytes
+from deepseek_tgi.kernels.held_bytes import ITEM_BYTES, HeldBytes
 from deepseek_tgi.kernels.precision import ComputeDtype
 
 NATIVE = HeldBytes("native", ComputeDtype.BFLOAT16)
@@ -221,6 +223,15 @@ def test_the_bytes_are_those_of_the_files(checkpoint: TinyCheckpoint) -> None:
     assert [note for note in notes if "not used" in note] == []
 
 
+def test_scales_that_are_bare_exponents_are_a_byte_each(tmp_path: Path) -> None:
+    sizes = []
+    for quant in ("fp8-e8m0", "fp8-ue8m0"):
+        made = tiny_checkpoint(tmp_path / quant, "deepseek_v2", quant, block=(32, 32))
+        sizes.append(line(stored(made.path)[0], "self_attn.o_proj").stored_bytes)
+    blocks = 2 * 4 * 6  # two layers of [128, 192]
+    assert sizes == [2 * 128 * 192 + blocks, 2 * 128 * 192 + 4 * blocks]
+
+
 def test_config_alone_and_files_agree(checkpoint: TinyCheckpoint) -> None:
     plan, _ = stored(checkpoint.path, 2)
     for path in checkpoint.path.glob("*.safetensors*"):
@@ -279,6 +290,38 @@ def break_label(folder: Path) -> None:
 def break_file(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_every_dtype_of_a_file_has_a_size(dtype: torch.dtype) -> None:
+    assert ITEM_BYTES[str(dtype).removeprefix("torch.")] == torch.empty(1, dtype=dtype).element_size()
+
+
+@pytest.mark.parametrize(
+    ("quant", "suffix", "changed"),
+    [
+        ("awq-gemm", "qweight", lambda t: t.to(torch.int64)),
+        ("awq-gemm", "qweight", lambda t: t.view(torch.float32)),
+        ("gptq", "qzeros", lambda t: t.to(torch.int64)),
+        ("gptq", "g_idx", lambda t: t.float()),
+        ("gptq", "g_idx", lambda t: t[:-1].clone()),
+        ("compressed-tensors", "weight_packed", lambda t: t.view(torch.float32)),
+        ("compressed-tensors", "weight_shape", lambda t: t.float()),
+        ("compressed-tensors", "weight_shape", lambda t: t[:1].clone()),
+    ],
+)
+def test_tensors_of_another_dtype_or_shape_are_refused_as_in_loading(
+    quant: str, suffix: str, changed: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    made = tiny_checkpoint(tmp_path, "llama", quant)
+    path, name = made.path / "model.safetensors", f"model.layers.1.mlp.down_proj.{suffix}"
+    tensors = load_file(path)
+    save_file(tensors | {name: changed(tensors[name])}, path)
+    with pytest.raises(CheckpointError, match=name) as loading:
+        QuantizedModelAdapter.get_model(str(made.path))
+    with pytest.raises(CheckpointError) as planning:
+        stored(made.path)
+    assert str(planning.value) == str(loading.value)
 
 
 @pytest.mark.parametrize("damage", [break_shape, break_name, break_version, break_label, break_file])
