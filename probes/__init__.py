@@ -1,1 +1,1 @@
-"""Health: the states a process goes through and who may move it. Knows nothing of models, gRPC or HTTP."""
+"""Health: the states a process goes through, who may move it, and the faces that tell. Knows nothing of models."""

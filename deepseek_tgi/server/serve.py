@@ -11,13 +11,16 @@ import logging
 from collections.abc import Callable
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from deepseek_tgi.config import ShardConfig
 from deepseek_tgi.errors import ConfigError, ResourceError
 from deepseek_tgi.pb import generate_pb2_grpc
-from deepseek_tgi.probes.state import State, StateOwner
+from deepseek_tgi.probes.grpc_health import Directory, HealthService
+from deepseek_tgi.probes.owner import Increment, Owner, Snapshot
+from deepseek_tgi.probes.publishing import Follower, trace_change
+from deepseek_tgi.probes.state import Event, State
 from deepseek_tgi.server.engine_thread import EngineThread
 from deepseek_tgi.server.interceptors import CallInterceptor
 from deepseek_tgi.server.lifeline import StopRequest, watch_signals, watch_stdin
@@ -54,9 +57,8 @@ class Shard:
         self._path = rank_path(config.uds_path, config.rank)
         self._thread = EngineThread()
         self._metrics = ShardMetrics()
-        self._state = StateOwner(self._changed)
-        self._health = health.aio.HealthServicer()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._state = Owner()
+        self._directory = Directory(self._state, SERVICE)
 
     async def run(self) -> int:
         """The whole life; returns the exit code."""
@@ -67,30 +69,32 @@ class Shard:
         self._tracing = tracing.set_up(
             self._config.otlp_endpoint, self._config.otlp_service_name, self._metrics.spans_dropped.inc
         )
+        follower = Follower(self._state, self._show, self._changed)
         if self._config.metrics_port:
             self._serve_metrics(self._config.metrics_port + self._config.rank)
         try:
             engine = await self._loaded()
             if engine is not None:
                 await self._serve(engine)
-        except BaseException:
-            self._state.move(State.FAILED)
+        except BaseException as error:
+            self._state.apply(Event.FAIL, reason=str(error) or type(error).__name__)
             raise
         finally:
-            self._state.move(State.STOPPED)
+            self._state.apply(Event.STOPPED)
+            follower.close()
             self._thread.close()
             self._tracing.shutdown()
         return self._stop.exit_code
 
     async def _loaded(self) -> EngineApi | None:
         """The engine; None if asked to leave meanwhile (the loading thread is left behind)."""
-        self._state.move(State.LOADING)
+        self._state.apply(Event.LOAD, model=self._config.model_id)
         loading = asyncio.ensure_future(self._thread.run(lambda: self._load(self._config, self._metrics.count_event)))
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             loading.cancel()
-            self._state.move(State.DRAINING)
+            self._state.apply(Event.STOP)
             return None
         stopping.cancel()
         return loading.result()
@@ -105,12 +109,12 @@ class Shard:
         try:
             await server.start()
             publication.show()
-            self._state.move(State.WARMING)
+            self._state.apply(Event.LOADED)
             logger.info("rank %d listens on %s", self._config.rank, self._path)
             await self._stop.wait()
         finally:
-            if self._state.state is not State.FAILED:
-                self._state.move(State.DRAINING)
+            self._state.apply(Event.STOP)
+            self._directory.close()
             await server.stop(HURRIED_STOP_S if self._stop.hurried else self._config.stop_timeout)
             publication.hide()
             if self._thread.idle:
@@ -123,24 +127,26 @@ class Shard:
         interceptor = CallInterceptor(SERVICE, service.drop, self._fatal, self._tracing, self._metrics)
         server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
         generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(service, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        health_pb2_grpc.add_HealthServicer_to_server(HealthService(self._directory), server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         return server
 
     def _fatal(self, error: BaseException) -> None:
-        self._state.move(State.FAILED)
+        self._state.apply(Event.FAIL, reason=str(error))
         self._stop.ask(f"the device failed: {error}", exit_code=1)
 
-    def _changed(self, state: State) -> None:
-        """Publish a state: metrics at once, grpc.health.v1 from the loop."""
+    def _show(self, snapshot: Snapshot) -> None:
         for each in State:
-            self._metrics.state.labels(each.value).set(each is state)
-        serving = health_pb2.HealthCheckResponse.SERVING
-        status = serving if state is State.READY else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in ("", SERVICE):
-            task = asyncio.ensure_future(self._health.set(service, status))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._metrics.state.labels(each.value).set(each is snapshot.state)
+
+    def _changed(self, increment: Increment) -> None:
+        """Publish a change: gauge, counter and trace."""
+        before, after = increment.before, increment.after
+        if after.state is before:
+            return
+        self._show(after)
+        self._metrics.state_transitions.labels(before.value, after.state.value).inc()
+        trace_change(self._tracing.tracer, increment)
 
     def _serve_metrics(self, port: int) -> None:
         try:

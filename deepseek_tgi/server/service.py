@@ -12,7 +12,8 @@ from deepseek_tgi.engine.config import ShardInfo, WarmupResult
 from deepseek_tgi.errors import NotReadyError
 from deepseek_tgi.pb import generate_pb2 as pb
 from deepseek_tgi.pb import generate_pb2_grpc
-from deepseek_tgi.probes.state import State, StateOwner
+from deepseek_tgi.probes.owner import Owner
+from deepseek_tgi.probes.state import Event, State
 from deepseek_tgi.server import convert
 from deepseek_tgi.server.engine_thread import EngineThread
 from deepseek_tgi.server.turns import Turns, call_number
@@ -48,7 +49,7 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
     """
 
     def __init__(
-        self, engine: EngineApi, thread: EngineThread, state: StateOwner, urls: Sequence[str], metrics: ShardMetrics
+        self, engine: EngineApi, thread: EngineThread, state: Owner, urls: Sequence[str], metrics: ShardMetrics
     ) -> None:
         self._engine = engine
         self._thread = thread
@@ -68,8 +69,9 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
         """The device is asked when nothing runs; a running step is itself a sign of life and is not waited for."""
-        if self._state.state in {State.FAILED, State.STOPPED}:
-            raise NotReadyError(f"the shard is {self._state.state.value}")
+        snapshot = self._state.current
+        if not snapshot.report.live:
+            raise NotReadyError(f"the shard is {snapshot.state.value}")
         if self._thread.idle:
             await self._thread.run(self._engine.health)
         return pb.HealthResponse()
@@ -87,21 +89,21 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
 
     async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
         """Measure; the shard is ready afterwards. A second router may warm up again."""
-        self._state.require(State.WARMING, State.READY)
-        self._state.move(State.WARMING)
+        self._state.require(State.WARMING, State.READY, State.DEGRADED)
+        self._state.apply(Event.WARM)
         response = await self._turns.run(call_number("Warmup"), lambda: self._warmup(request))
-        self._state.move(State.READY)
+        self._state.apply(Event.WARMED)
         return response
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
         """One step for new requests, and for a cached batch if it is named."""
-        self._state.require(State.READY)
+        self._state.require_admission()
         number = call_number("Prefill", request.batch.id, *(each.id for each in request.batch.requests))
         return await self._turns.run(number, lambda: self._prefill(request))
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.DecodeResponse:
         """One step for cached batches."""
-        self._state.require(State.READY)
+        self._state.require_running()
         number = call_number("Decode", *(batch.id for batch in request.batches))
         return await self._turns.run(number, lambda: self._decode(request))
 

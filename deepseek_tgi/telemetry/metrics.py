@@ -35,6 +35,7 @@ SHARD_METRICS = (
     MetricSpec("deepseek_tgi_engine_events", "counter", "What the engine counts, by event", ("event",)),
     MetricSpec("deepseek_tgi_spans_dropped", "counter", "Spans that could not be exported"),
     MetricSpec("deepseek_tgi_state", "gauge", "1 for the state the process is in, 0 for the others", ("state",)),
+    MetricSpec("deepseek_tgi_state_transitions", "counter", "Changes of state, by both ends", ("before", "after")),
 )
 
 
@@ -65,6 +66,7 @@ class ShardMetrics:
         self.engine_events = counter("engine_events")
         self.spans_dropped = counter("spans_dropped")
         self.state = gauge("state")
+        self.state_transitions = counter("state_transitions")
 
     def count_event(self, event: str, times: int) -> None:
         """One of the engine's own counters."""

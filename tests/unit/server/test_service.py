@@ -20,7 +20,8 @@ from stub_shard import StubEngine
 
 from deepseek_tgi.pb import generate_pb2 as pb
 from deepseek_tgi.pb import generate_pb2_grpc
-from deepseek_tgi.probes.state import State, StateOwner
+from deepseek_tgi.probes.owner import Owner
+from deepseek_tgi.probes.state import Event, State
 from deepseek_tgi.server.engine_thread import EngineThread
 from deepseek_tgi.server.interceptors import CallInterceptor, status_of
 from deepseek_tgi.server.service import SERVICE, ShardService
@@ -35,7 +36,7 @@ class Bench:
     """A served stub and a client of it."""
 
     engine: StubEngine
-    state: StateOwner
+    state: Owner
     metrics: ShardMetrics
     stub: Any
     fatal: list[BaseException]
@@ -59,9 +60,9 @@ def request(text: str, request_id: int, new_tokens: int = 1) -> pb.Request:
 
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    engine, state, metrics, thread = StubEngine(), StateOwner(), ShardMetrics(), EngineThread()
-    state.move(State.LOADING)
-    state.move(State.WARMING)
+    engine, state, metrics, thread = StubEngine(), Owner(), ShardMetrics(), EngineThread()
+    state.apply(Event.LOAD)
+    state.apply(Event.LOADED)
     fatal: list[BaseException] = []
     service = ShardService(engine, thread, state, ["unix:///a-0"], metrics)
     spans, provider = InMemorySpanExporter(), TracerProvider()
