@@ -211,7 +211,7 @@ def test_product_imports_only_what_it_declares() -> None:
     declared = {canonicalize_name(Requirement(line).name) for line in requirement_lines("options", "install_requires")}
     declared |= {
         canonicalize_name(Requirement(line).name)
-        for extra in ("otlp", "demo-training")
+        for extra in ("otlp", "cuda", "demo-training")
         for line in requirement_lines("options.extras_require", extra)
     }
     owners = metadata.packages_distributions()

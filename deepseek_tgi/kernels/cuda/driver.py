@@ -1,0 +1,100 @@
+"""Loads machine code into a device and launches it on torch's streams, through the driver's own interface."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from deepseek_tgi.errors import DeviceError
+from deepseek_tgi.kernels.cuda.nvrtc import arch_of, machine_code
+from deepseek_tgi.kernels.cuda.program import Argument, Kernel, KernelSpec, Shape
+
+_STATIC_SHARED_LIMIT = 48 << 10
+"""Dynamic shared memory beyond this must be asked for, once a kernel."""
+
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "p": lambda x: ctypes.c_void_p(0 if x is None else x.data_ptr()),
+    "i": ctypes.c_int32,
+    "l": ctypes.c_int64,
+    "f": ctypes.c_float,
+}
+
+
+class DriverPrograms:
+    """The kernels of one device, each compiled and loaded once. Owns the loaded modules for the process's life."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        major, minor = torch.cuda.get_device_capability(device)
+        self.arch = arch_of(major, minor)
+        self._overlaps = major >= 9
+        self._kernels: dict[KernelSpec, DriverKernel] = {}
+
+    def kernel(self, spec: KernelSpec) -> Kernel:
+        """See `Programs`. Raises `DeviceError` if the source does not compile or does not load."""
+        found = self._kernels.get(spec)
+        if found is None:
+            with torch.cuda.device(self._device):
+                found = DriverKernel(spec, machine_code(spec, self.arch), self._device, self._overlaps)
+            self._kernels[spec] = found
+        return found
+
+
+class DriverKernel:
+    """See `Kernel`. Arguments must live on the kernel's device; the caching allocator keeps their memory in order."""
+
+    def __init__(self, spec: KernelSpec, code: bytes, device: torch.device, overlaps: bool) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._spec = spec
+        self._device = device
+        self._overlaps = overlaps
+        torch.zeros(1, device=device)  # the context is current from here on
+        self._module = _checked(driver.cuModuleLoadData(code), spec.name)
+        self._function = _checked(driver.cuModuleGetFunction(self._module, spec.name.encode()), spec.name)
+        if spec.shared_bytes > _STATIC_SHARED_LIMIT:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuFuncSetAttribute(self._function, attribute, spec.shared_bytes), spec.name)
+
+    def __call__(self, grid: Shape, block: int, arguments: Sequence[Argument], *, overlap: bool = False) -> None:
+        """See `Kernel`. Raises `DeviceError` if the launch is refused."""
+        kinds = self._spec.signature
+        assert len(arguments) == len(kinds), f"{self._spec.name}: {len(arguments)} arguments for {kinds!r}"
+        slots = [_MAKERS[kind](value) for kind, value in zip(kinds, arguments, strict=True)]
+        pointers = (ctypes.c_void_p * len(slots))(*(ctypes.addressof(slot) for slot in slots))
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        if overlap and self._overlaps:
+            result = self._launch_overlapping(grid, block, stream, ctypes.addressof(pointers))
+        else:
+            result = self._driver.cuLaunchKernel(
+                self._function, *grid, block, 1, 1, self._spec.shared_bytes, stream, ctypes.addressof(pointers), 0
+            )
+        _checked(result, self._spec.name)
+
+    def _launch_overlapping(self, grid: Shape, block: int, stream: int, pointers: int) -> tuple[Any, ...]:
+        driver = self._driver
+        value = driver.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value = value
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = self._spec.shared_bytes
+        config.hStream = stream
+        config.attrs = [attribute]
+        config.numAttrs = 1
+        result: tuple[Any, ...] = driver.cuLaunchKernelEx(config, self._function, pointers, 0)
+        return result
+
+
+def _checked(result: tuple[Any, ...], name: str) -> Any:
+    status, *values = result
+    if int(status):
+        raise DeviceError(f"kernel {name}: the driver says {status.name}")
+    return values[0] if values else None

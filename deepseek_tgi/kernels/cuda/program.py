@@ -1,0 +1,61 @@
+"""What an op says of a kernel it wants, and what it gets to call. No CUDA here: tests bring another `Programs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+SOURCE_FOLDER = Path(__file__).with_name("sources")
+
+Argument = torch.Tensor | int | float | None
+Shape = tuple[int, int, int]
+
+KINDS = frozenset("pilf")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One compiled kernel: function `name` of `sources/<source>.cu` under the macros `defines`.
+
+    `signature` has a letter for each parameter: `p` a pointer (a tensor, or None), `i` a 32-bit and `l` a 64-bit
+    integer, `f` a float. `shared_bytes` is the dynamic shared memory of every launch.
+    """
+
+    source: str
+    name: str
+    signature: str
+    defines: tuple[tuple[str, int], ...] = ()
+    shared_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        assert set(self.signature) <= KINDS, f"{self.name}: signature {self.signature!r}"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The macros as the compiler wants them."""
+        return tuple(f"-D{key}={value}" for key, value in self.defines)
+
+
+class Kernel(Protocol):
+    """A loaded kernel; enqueues itself on torch's current stream.
+
+    `grid` and `block` count blocks and threads. With `overlap` the launch may begin before the kernel ahead of it ends
+    (sm_90; the kernel waits for it where its source says so).
+    """
+
+    def __call__(self, grid: Shape, block: int, arguments: Sequence[Argument], *, overlap: bool = False) -> None: ...
+
+
+class Programs(Protocol):
+    """Gives kernels, each compiled once."""
+
+    def kernel(self, spec: KernelSpec) -> Kernel: ...
+
+
+def spec(source: str, name: str, signature: str, shared_bytes: int = 0, **defines: int) -> KernelSpec:
+    """A `KernelSpec` with its macros as keywords."""
+    return KernelSpec(source, name, signature, tuple(sorted(defines.items())), shared_bytes)

@@ -1,0 +1,256 @@
+// The hardware as kernels see it: every primitive that plain C++ has no word for, and nothing else.
+//
+// Kernels include this file only: no CUDA headers, so that NVRTC needs no toolkit on the user's machine. Each primitive
+// has a twin in plain C++ in the tests' emulation.h, which DEEPSEEK_TGI_EMULATED puts in this file's place; so every
+// kernel also runs, thread by thread, on a machine without a GPU.
+//
+// Fragments of the matrix instructions, with g = lane / 4 and t = lane % 4 (PTX ISA, "mma.m16n8k16", "mma.m16n8k32"):
+//   16-bit A [16, 16]: a[0] row g, columns 2t, 2t+1; a[1] row g+8; a[2], a[3] the same rows, columns 2t+8, 2t+9
+//   16-bit B [16, 8]:  b[0] rows 2t, 2t+1 of column g; b[1] rows 2t+8, 2t+9
+//   8-bit A [16, 32]:  a[0] row g, columns 4t .. 4t+3; a[1] row g+8; a[2], a[3] the same rows, 16 columns on
+//   8-bit B [32, 8]:   b[0] rows 4t .. 4t+3 of column g; b[1] 16 rows on
+//   C [16, 8]:         c[0], c[1] row g, columns 2t, 2t+1; c[2], c[3] row g+8
+#pragma once
+
+typedef unsigned char u8;
+typedef signed char i8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#ifdef DEEPSEEK_TGI_EMULATED
+#define __align__(n) alignas(n)
+#endif
+
+// 16-bit floats travel as bits: bf16 and half are told apart by the primitive that reads them.
+struct __align__(16) words4 {
+  u32 x, y, z, w;
+};
+struct __align__(8) words2 {
+  u32 x, y;
+};
+
+#ifdef DEEPSEEK_TGI_EMULATED
+#include "emulation.h"
+#else
+
+#define DEVICE __device__ __forceinline__
+// Kernels are C functions; under emulation this also makes the door through which tests start them.
+#define EXPORT(name)
+
+DEVICE int lane_id() { return threadIdx.x & 31; }
+DEVICE void block_sync() { __syncthreads(); }
+DEVICE void warp_sync() { __syncwarp(); }
+DEVICE u8* dynamic_shared() {
+  extern __shared__ __align__(128) u8 dynamic_shared_memory[];
+  return dynamic_shared_memory;
+}
+
+// --- bits -----------------------------------------------------------------------------------------------------------
+DEVICE u32 float_bits(float x) { return __float_as_uint(x); }
+DEVICE float bits_float(u32 x) { return __uint_as_float(x); }
+// Bitwise function of three words; `table` is the value of f(0xF0, 0xCC, 0xAA).
+template <int table>
+DEVICE u32 lop3(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(r) : "r"(a), "r"(b), "r"(c), "n"(table));
+  return r;
+}
+// Four bytes of the eight in (b, a), chosen by the four nibbles of `selector`.
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+// --- conversions ----------------------------------------------------------------------------------------------------
+DEVICE float bf16_float(u16 x) { return __uint_as_float((u32)x << 16); }
+DEVICE float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
+DEVICE float bf16_high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+// Two floats to a pair, to nearest even; `low` goes to the lower half.
+DEVICE u32 bf16_pair(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+DEVICE u16 float_bf16(float x) { return (u16)bf16_pair(x, 0.0f); }
+DEVICE float half_float(u16 x) {
+  float r;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
+  return r;
+}
+DEVICE float half_low(u32 pair) { return half_float((u16)pair); }
+DEVICE float half_high(u32 pair) { return half_float((u16)(pair >> 16)); }
+DEVICE u16 float_half(float x) {
+  u16 r;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+  return r;
+}
+DEVICE u32 half_pair(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+// Two e4m3 floats (low byte first) to a pair of halves, exactly. sm_89 and newer.
+DEVICE u32 fp8_halves(u16 pair) {
+  u32 r;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(pair));
+  return r;
+}
+// Two floats to e4m3, to nearest even, beyond 448 saturating. sm_89 and newer.
+DEVICE u16 fp8_pair(float low, float high) {
+  u16 r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// --- arithmetic on pairs --------------------------------------------------------------------------------------------
+DEVICE u32 bf16_fma(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+// a - b and a * b: as fused operations with exact constants, which sm_80 has too. A product with -0 keeps its sign.
+DEVICE u32 bf16_sub(u32 a, u32 b) { return bf16_fma(b, 0xBF80BF80u, a); }
+DEVICE u32 bf16_mul(u32 a, u32 b) { return bf16_fma(a, b, 0x80008000u); }
+DEVICE u32 half_fma(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+DEVICE u32 half_sub(u32 a, u32 b) {
+  u32 r;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+DEVICE u32 half_mul(u32 a, u32 b) {
+  u32 r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
+// --- mathematics ----------------------------------------------------------------------------------------------------
+DEVICE float exp2_near(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+DEVICE float exp_near(float x) { return exp2_near(x * 1.4426950408889634f); }
+DEVICE float reciprocal(float x) { return __fdividef(1.0f, x); }
+DEVICE float rsqrt_near(float x) { return rsqrtf(x); }
+DEVICE float infinity() { return __uint_as_float(0x7F800000u); }
+
+// --- memory ---------------------------------------------------------------------------------------------------------
+// Weights and pages: read once, kept out of L1, asked from memory by whole lines.
+DEVICE words4 load_once(const void* p) {
+  words4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p));
+  return r;
+}
+DEVICE words2 load_once8(const void* p) {
+  words2 r;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p));
+  return r;
+}
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// 16 bytes to shared memory in the background; nothing is read and zeros are written where `wanted` is false.
+DEVICE void copy_async(void* shared, const void* global, bool wanted = true) {
+  int bytes = wanted ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes));
+}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;"); }
+// Until at most `pending` of this thread's groups are under way; others' copies need a block_sync as well.
+template <int pending>
+DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+DEVICE int atomic_add(int* p, int value) { return atomicAdd(p, value); }
+DEVICE float atomic_add(float* p, float value) { return atomicAdd(p, value); }
+DEVICE void memory_fence() { __threadfence(); }
+
+// --- warps ----------------------------------------------------------------------------------------------------------
+template <class T>
+DEVICE T shuffle(T x, int lane) {
+  return __shfl_sync(0xFFFFFFFFu, x, lane);
+}
+template <class T>
+DEVICE T shuffle_xor(T x, int mask) {
+  return __shfl_xor_sync(0xFFFFFFFFu, x, mask);
+}
+DEVICE u32 warp_ballot(bool x) { return __ballot_sync(0xFFFFFFFFu, x); }
+DEVICE int count_bits(u32 x) { return __popc(x); }
+DEVICE int first_bit(u32 x) { return __ffs(x) - 1; }
+
+// --- matrix instructions --------------------------------------------------------------------------------------------
+DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+DEVICE void mma_half(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+DEVICE void mma_int8(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// sm_89 and newer.
+DEVICE void mma_fp8(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// Four 8 x 8 tiles of 16-bit elements: lane l gives the start of row l % 8 of tile l / 8; r[i] of a lane is row lane / 4,
+// columns 2 (lane % 4), +1 of tile i.
+DEVICE void load_tiles(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row)));
+}
+// The same, each tile turned over its diagonal.
+DEVICE void load_tiles_turned(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row)));
+}
+
+// --- launches that overlap (sm_90; elsewhere both do nothing) -------------------------------------------------------
+// What earlier kernels of the stream wrote may be read only after this, if the launch was made to overlap.
+DEVICE void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel may start on multiprocessors that have room.
+DEVICE void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+#endif  // DEEPSEEK_TGI_EMULATED
+
+// --- made of the above, the same on both sides ----------------------------------------------------------------------
+DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) x += shuffle_xor(x, mask);
+  return x;
+}
+DEVICE float warp_max(float x) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) x = fmaxf(x, shuffle_xor(x, mask));
+  return x;
+}
+// Sum over the block, the same in every thread; `scratch` holds 32 floats in shared memory and may be used again after
+// the next block_sync. The order of the sum depends on the block's size alone.
+DEVICE float block_sum(float x, float* scratch) {
+  x = warp_sum(x);
+  int warps = (blockDim.x + 31) / 32;
+  if (lane_id() == 0) scratch[threadIdx.x / 32] = x;
+  block_sync();
+  float total = 0.0f;
+  for (int i = 0; i < warps; i++) total += scratch[i];
+  return total;
+}

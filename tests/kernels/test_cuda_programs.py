@@ -1,0 +1,54 @@
+"""The CUDA sources' two ways to run: emulated here, compiled for a device by NVRTC."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from emulation.emulated import EmulatedPrograms
+
+from deepseek_tgi.errors import DeviceError
+from deepseek_tgi.kernels.cuda import nvrtc
+from deepseek_tgi.kernels.cuda.program import spec
+
+SIGNATURE = "plpfpli"
+
+
+@pytest.mark.parametrize("width", [1, 31, 128, 300])
+@pytest.mark.parametrize("threads", [32, 128])
+def test_an_emulated_kernel_computes_what_its_source_says(width: int, threads: int) -> None:
+    kernel = EmulatedPrograms().kernel(spec("rms_norm", "rms_norm", SIGNATURE, THREADS=threads, X_BF16=0, OUT_BF16=0))
+    x, weight = torch.randn(5, width), torch.randn(width)
+    out = torch.full((5, width), float("nan"))
+    kernel((5, 1, 1), threads, (x, width, weight, 1e-5, out, width, width))
+    rows = x.numpy().astype(np.float64)
+    expected = rows / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-5) * weight.numpy()
+    np.testing.assert_allclose(out.numpy(), expected, rtol=2e-6, atol=1e-7)
+
+
+def test_a_kernel_with_another_number_of_parameters_is_noticed() -> None:
+    kernel = EmulatedPrograms().kernel(spec("rms_norm", "rms_norm", "plpf", THREADS=32, X_BF16=0, OUT_BF16=0))
+    with pytest.raises(AssertionError, match="takes 7 parameters"):
+        kernel((1, 1, 1), 32, (torch.randn(1, 4), 4, torch.randn(4), 1e-5))
+
+
+def test_machine_code_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.setenv("DEEPSEEK_TGI_CACHE", str(tmp_path))
+    wanted = spec("rms_norm", "rms_norm", SIGNATURE, THREADS=128, X_BF16=0, OUT_BF16=1)
+    code = nvrtc.machine_code(wanted, "sm_90a")
+    assert code.startswith(b"\x7fELF")
+    assert b"rms_norm" in code
+    (kept,) = (tmp_path / "cuda").iterdir()
+    kept.write_bytes(b"kept")
+    assert nvrtc.machine_code(wanted, "sm_90a") == b"kept"
+    other = nvrtc.machine_code(spec("rms_norm", "rms_norm", SIGNATURE, THREADS=64, X_BF16=0, OUT_BF16=1), "sm_90a")
+    assert other.startswith(b"\x7fELF")
+
+
+def test_a_source_that_does_not_compile_is_refused_with_the_compilers_words() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    with pytest.raises(DeviceError, match=r'(?s)rms_norm.*sm_90a.*"X_BF16" is undefined'):
+        nvrtc.compile_source(spec("rms_norm", "rms_norm", SIGNATURE, THREADS=128), "sm_90a")
