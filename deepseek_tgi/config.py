@@ -45,8 +45,9 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8_e4m3
 MLA_PREFILL = ("auto", "absorbed", "expanded")
 LOG_LEVELS = ("off", "error", "warn", "warning", "info", "debug", "trace")
 
-MODEL, LIMITS, HTTP, SHARDS, CACHE, TELEMETRY, OTHER = (
-    "model", "limits", "HTTP", "shards", "backend and cache (ours)", "logs and traces", "kept for compatibility",
+MODEL, LIMITS, HTTP, SHARDS, CACHE, CHANGES, TELEMETRY, OTHER = (
+    "model", "limits", "HTTP", "shards", "backend and cache (ours)", "changing models, gRPC (ours)", "logs and traces",
+    "kept for compatibility",
 )  # fmt: skip
 
 
@@ -91,6 +92,14 @@ class LauncherConfig:
         "OPENAI_REASONS",
         default="tgi",
         flag=False,
+    )
+
+    hold_timeout: float = _own(
+        number(0.0, 86400.0),
+        "seconds that a new request waits while one model makes room for another",
+        "HOLD_TIMEOUT",
+        default=60.0,
+        group=CHANGES,
     )
 
     model_id: str = _flag(text, "hub id, local folder, demo or smollm2", "MODEL_ID", MODEL, default=DEFAULT_MODEL)

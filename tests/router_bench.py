@@ -109,7 +109,7 @@ async def router_bench(
         stack.push_async_callback(client.close)
         router = assemble(config, client, await introduce(client, config), load_model_files(config))
         stack.callback(router.close)
-        batching = asyncio.create_task(router.scheduler.run())
+        batching = asyncio.create_task(router.models.run())
         stack.push_async_callback(_cancelled, batching)
         port = await stack.enter_async_context(_served(router))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30))

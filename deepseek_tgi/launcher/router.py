@@ -83,6 +83,7 @@ def router_environment(plan: Plan) -> dict[str, str]:
         "NGROK_AUTHTOKEN": config.ngrok_authtoken,
         "HF_TOKEN": env.get("HF_API_TOKEN"),
         "HUGGINGFACE_HUB_CACHE": config.huggingface_hub_cache,
+        "DEEPSEEK_TGI_HOLD_TIMEOUT": shortest(config.hold_timeout),
     }
     return env | {name: value for name, value in given.items() if value}
 

@@ -27,6 +27,8 @@ R = TypeVar("R")
 HEALTH_TIMEOUT_S = 10.0
 """A shard that does not answer Health for this long (frozen, not busy) is not live. TGI's router waits for ever."""
 CONNECT_TIMEOUT_S = 10.0
+GENERATION_KEY = "x-deepseek-generation"
+"""Metadata that names the model a call is for; a shard that has only one need not know it."""
 CHANNEL_OPTIONS = (
     ("grpc.default_authority", "[::]:50051"),
     ("grpc.max_send_message_length", -1),
@@ -41,9 +43,10 @@ class ShardClient:
     """Connections to all ranks, in rank order."""
 
     def __init__(self, channels: Sequence[grpc.aio.Channel], spans: Spans | None = None) -> None:
-        self._channels = list(channels)
+        self.channels = list(channels)
         self.spans = spans or Spans()
         self._stubs: list[Any] = [TextGenerationServiceStub(channel) for channel in channels]
+        self._generation: tuple[tuple[str, str], ...] | None = None
 
     @classmethod
     async def connect(cls, master_uds_path: str, spans: Spans | None = None) -> ShardClient:
@@ -68,9 +71,15 @@ class ShardClient:
         """Number of ranks."""
         return len(self._stubs)
 
+    def of_generation(self, generation: int | None) -> ShardClient:
+        """The same connections, for the calls of one model; None: of the only one there is."""
+        client = ShardClient(self.channels, self.spans)
+        client._generation = None if generation is None else ((GENERATION_KEY, str(generation)),)
+        return client
+
     async def close(self) -> None:
         """Close all connections."""
-        await asyncio.gather(*(channel.close() for channel in self._channels))
+        await asyncio.gather(*(channel.close() for channel in self.channels))
 
     async def info(self) -> pb.InfoResponse:
         """Facts about the shard; the last rank's answer."""
@@ -120,6 +129,8 @@ class ShardClient:
         linked: Iterable[SpanContext | None] = (),
     ) -> Awaitable[R]:
         span, metadata = self.spans.call(name, linked)
+        if self._generation is not None:
+            metadata = self._generation if metadata is None else (*metadata, *self._generation)
         calls = [getattr(stub, name)(request, timeout=timeout, metadata=metadata) for stub in self._stubs]
         return _answers(calls, merge, span)
 

@@ -97,6 +97,13 @@ class RouterConfig:
         default="tgi",
         flag=False,
     )
+    hold_timeout: float = option(
+        number(0.0, 86400.0),
+        "seconds that a new request waits while one model makes room for another",
+        env=("DEEPSEEK_TGI_HOLD_TIMEOUT",),
+        default=60.0,
+        flag=False,
+    )
     docker_label: str | None = option(text, "shown by /info", env=("DOCKER_LABEL",), flag=False)
     hf_hub_offline: bool = option(boolean, "use the hub cache only", env=("HF_HUB_OFFLINE",), default=False, flag=False)
 

@@ -78,7 +78,7 @@ async def _run(router: Router, listener: socket.socket, drain_seconds: float) ->
     server = server_for(router.app)
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
-    batching = asyncio.create_task(router.scheduler.run(), name="batching")
+    batching = asyncio.create_task(router.models.run(), name="batching")
     http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     logger.info("Connected; serving on %s:%d", *listener.getsockname()[:2])
     stopping = asyncio.create_task(stop.wait())
@@ -111,5 +111,5 @@ async def _drain(router: Router, seconds: float) -> None:
     if await traffic.idle_within(seconds):
         return
     logger.warning("%d requests are cut off", traffic.active)
-    router.scheduler.end_all(NotReadyError("The server is shutting down"))
+    router.models.end_all(NotReadyError("The server is shutting down"))
     await traffic.idle_within(CLOSE_SECONDS)

@@ -59,9 +59,15 @@ class Scheduler:
         self._arrived = asyncio.Event()
         self._outbox: list[tuple[Mailbox, Delivery]] = []
         self._next_entry_id = 0
+        self._serving = False
         if self.blocks is not None:
             metrics.gauge("deepseek_tgi_kv_blocks_total", self.blocks.usable_blocks)
         self._show()
+
+    @property
+    def idle(self) -> bool:
+        """True if nothing waits and nothing runs, not even for a client that is gone."""
+        return not self._serving and not self._queue
 
     def submit(self, job: Job) -> Entry:
         """Queue a job. The caller reads `entry.mailbox`, and calls `entry.cancel()` when it stops before the end."""
@@ -92,7 +98,9 @@ class Scheduler:
             await self._arrived.wait()
             self._arrived.clear()
             while (batch := self._queue.next_batch(first)) is not None:
+                self._serving = True
                 await self._serve(batch)
+                self._serving = False
                 self._show()
 
     async def _serve(self, batch: NewBatch) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from router_bench import Bench, router_bench
 
-from deepseek_tgi.router.routes import route_table
-
 PAGES = {("/docs", "get"), ("/api-doc/openapi.json", "get")}
 
 
@@ -26,7 +24,7 @@ def operations(found: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 async def test_every_route_is_described_and_no_other(tmp_path: Path) -> None:
     async with router_bench(tmp_path) as bench:
         found = await document(bench)
-        served = {(path, method.lower()) for method, path in route_table(bench.router.state)}
+        served = {(path, method.lower()) for method, path in bench.router.table}
     assert operations(found).keys() == served - PAGES
     names = set(re.findall(r"#/components/schemas/(\w+)", str(found)))
     assert names <= found["components"]["schemas"].keys()
