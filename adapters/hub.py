@@ -107,6 +107,7 @@ def _snapshot(model_id: str, revision: str | None, environ: Mapping[str, str], l
 
 def _explain(error: BaseException, model_id: str, revision: str | None, local_only: bool) -> Exception:
     """Our error for one of the hub client's, most telling kind first."""
+    import huggingface_hub
     from huggingface_hub import errors
 
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -114,7 +115,9 @@ def _explain(error: BaseException, model_id: str, revision: str | None, local_on
     if local_only:
         absent = f"no such folder, and not in the hub cache; fetch it with: deepseek-tgi download-weights {model_id}"
     else:
-        absent = "not in the hub cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set)"
+        offline = huggingface_hub.constants.HF_HUB_OFFLINE
+        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        absent = f"no such folder, not in the hub cache, and {why}"
     meanings: tuple[tuple[type[BaseException], str], ...] = (
         (errors.HFValidationError, "neither a folder nor a hub id (owner/name)"),
         (errors.GatedRepoError, "access is gated; accept its terms on the hub and set HF_TOKEN"),

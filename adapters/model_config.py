@@ -41,8 +41,8 @@ __all__ = [
 
 _DTYPES = frozenset({"float32", "float16", "bfloat16"})
 _MISSING = {
-    "deepseek_v32": "its sparse attention (the indexer that picks the tokens to attend to)",
-    "deepseek_v4": "its compressed attention and hyper-connections",
+    "deepseek_v32": "sparse attention (the indexer that picks the tokens to attend to)",
+    "deepseek_v4": "compressed attention and hyper-connections",
 }
 """Families known by name, and what they need that is not here."""
 _SILU = frozenset({"silu", "swish"})
@@ -102,7 +102,7 @@ def parse_model_config(fields: Fields, folder: Path) -> ModelConfig:
     """Build the checked config from an already parsed `config.json`."""
     model_type = fields.text("model_type")
     if model_type not in FAMILIES:
-        note = f": {_MISSING[model_type]} is missing here" if model_type in _MISSING else ""
+        note = f": it needs {_MISSING[model_type]}" if model_type in _MISSING else ""
         raise UnsupportedModelError(
             f"{fields.source}: model_type {model_type!r} is not implemented{note}; supported are {', '.join(FAMILIES)}"
         )

@@ -177,8 +177,8 @@ def _info(argv: list[str]) -> int:
     resolved = read(LauncherConfig, Program("deepseek-tgi info", about, epilog=example), given, os.environ)
     rows = []
     for name, spec in options_of(LauncherConfig).items():
-        value = getattr(resolved.config, name)
-        rows.append((flag_of(name), "***" if spec.secret and value is not None else value, resolved.origins[name]))
+        value = "***" if spec.secret and getattr(resolved.config, name) else getattr(resolved.config, name)
+        rows.append((flag_of(name) if spec.flag else spec.env[0], value, resolved.origins[name]))
     if given != argv:
         options = {flag: {"value": value, "from": origin} for flag, value, origin in rows}
         model = plan_object(make_plan(resolved.config))

@@ -19,6 +19,9 @@ from typing import Any, Generic, NoReturn, TypeVar
 from deepseek_tgi.errors import ConfigError
 
 OWN_PREFIX = "DEEPSEEK_TGI_"
+_LARGEST = 2**63 - 1
+_NO_VALUE = "\0"
+"""What no option takes but those for any text: the refusal tells `--help` what a parser expects."""
 
 C = TypeVar("C")
 Parse = Callable[[str], Any]
@@ -69,12 +72,13 @@ def text(value: str) -> str:
     return value
 
 
-def integer(minimum: int = 0, maximum: int = 2**63 - 1) -> Parse:
+def integer(minimum: int = 0, maximum: int = _LARGEST) -> Parse:
     """A whole number in [minimum, maximum]."""
+    span = f"of at least {minimum}" if maximum == _LARGEST else f"from {minimum} to {maximum}"
 
     def parse(value: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,20}", value) or not minimum <= int(value) <= maximum:
-            raise ValueError(f"a whole number of at least {minimum} and at most {maximum}")
+            raise ValueError(f"a whole number {span}")
         return int(value)
 
     return parse
@@ -185,8 +189,26 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _described(name: str, spec: Option, default: Any) -> str:
-    parts = [f"env {', '.join(spec.env)}"] if spec.env else []
+def _expected(spec: Option) -> str:
+    """What the option's parser says it expects; empty for any text."""
+    try:
+        spec.parse(_NO_VALUE)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _metavar(name: str, spec: Option) -> str:
+    """`N` for a number, else the last word of the field."""
+    counts = re.match(r"a (whole number|number|multiple)\b", _expected(spec))
+    return "N" if counts else name.rsplit("_", maxsplit=1)[-1].upper()
+
+
+def _described(spec: Option, default: Any) -> str:
+    expected = _expected(spec)
+    names = expected.removeprefix("one of ").split(", ") if expected.startswith("one of ") else []
+    parts = [] if all(name in spec.help for name in names[:3]) else [expected]  # the help may say it itself
+    parts += [f"env {', '.join(spec.env)}"] if spec.env else []
     if default not in (None, False, ()):
         parts.append(f"default {default}")
     return (spec.help + (f" ({'; '.join(parts)})" if parts else "")).replace("%", "%%")
@@ -220,7 +242,7 @@ def build_parser(cls: type[Any], program: Program) -> argparse.ArgumentParser:
             continue
         group = groups.setdefault(spec.group, None) or parser.add_argument_group(spec.group)
         groups[spec.group] = group
-        shown = argparse.SUPPRESS if spec.hidden else _described(name, spec, defaults[name])
+        shown = argparse.SUPPRESS if spec.hidden else _described(spec, defaults[name])
         if spec.positional:
             group.add_argument(name, metavar=name.upper(), nargs="?", help=shown)
             continue
@@ -228,7 +250,7 @@ def build_parser(cls: type[Any], program: Program) -> argparse.ArgumentParser:
         if spec.switch:
             how.update(nargs="?", const="true", metavar="true|false")
         else:
-            how.update(metavar=name.rsplit("_", maxsplit=1)[-1].upper())
+            how.update(metavar=_metavar(name, spec))
         if spec.repeat:
             how["action"] = "append"
         group.add_argument(*_flags(name, spec), **how)
@@ -257,7 +279,7 @@ def resolve(
     """
     given, extra = parser.parse_known_args(_protect_switches(cls, argv))
     if extra:
-        raise ConfigError(f"{parser.prog}: {_unknown(cls, extra[0])}")
+        raise ConfigError(f"{parser.prog}: {_unknown(cls, extra[0])}; see {parser.prog} --help")
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for name, spec in options_of(cls).items():
@@ -291,11 +313,10 @@ def _value(spec: Option, where: str, raw: Any) -> Any:
 def _unknown(cls: type[Any], argument: str) -> str:
     known = sorted(flag for name, spec in options_of(cls).items() if spec.flag for flag in _flags(name, spec))
     if not argument.startswith("-"):
-        return f"unexpected argument {argument!r}; known options: {', '.join(known)}"
+        return f"unexpected argument {argument!r}"
     name = argument.split("=", maxsplit=1)[0]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
-    return f"unknown option {name!r}; {hint}"
+    return f"unknown option {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 
 def refuse_unknown_environment(environ: Mapping[str, str], known: frozenset[str]) -> None:

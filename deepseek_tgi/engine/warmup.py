@@ -17,7 +17,7 @@ from deepseek_tgi.errors import ConfigError, ResourceError
 from deepseek_tgi.kv.layout import CacheLayout
 
 ADVICE = (
-    "lower --max-batch-prefill-tokens or --max-total-tokens, give more memory, set DEEPSEEK_TGI_KV_MEMORY, "
+    "lower --max-batch-prefill-tokens or --max-total-tokens, give more memory, set --kv-memory, "
     "or use --kv-cache-dtype int8"
 )
 DEFAULT_BATCH_SIZE = 128
@@ -142,6 +142,6 @@ def cache_budget(available_bytes: int, workspace_bytes: int, config: EngineConfi
     if config.kv_memory_bytes > left:
         raise ResourceError(
             f"KV cache: {config.kv_memory_bytes} bytes were asked for; {left} are available beside the weights and "
-            f"{workspace_bytes} bytes of workspace: lower DEEPSEEK_TGI_KV_MEMORY or leave it out to measure"
+            f"{workspace_bytes} bytes of workspace: lower --kv-memory or leave it out to measure"
         )
     return config.kv_memory_bytes

@@ -34,6 +34,9 @@ def check_options(config: LauncherConfig) -> None:
     prefill = config.max_batch_prefill_tokens
     if prefill is not None and prefill > MAX_PREFILL_TOKENS:
         raise ConfigError(f"--max-batch-prefill-tokens {prefill}: expected at most {MAX_PREFILL_TOKENS}")
+    template = config.tokenizer_config_path
+    if template is not None and not Path(template).is_file():
+        raise ConfigError(f"--tokenizer-config-path {template}: no such file; expected JSON with a chat_template")
     if config.validation_workers == 0:
         raise ConfigError("--validation-workers: got 0, expected at least 1")
     if config.ngrok and not (config.ngrok_authtoken and config.ngrok_edge):

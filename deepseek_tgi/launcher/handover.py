@@ -63,7 +63,7 @@ def hand_over(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     found = find_tgi(environ.get("PATH", os.defpath))
     if found is None:
         raise ConfigError(
-            f"no --backend was given, which means TGI's own server, and no other {NAME} is on PATH; "
+            f"no --backend (or --backend tgi) means TGI's own server, and no other {NAME} is on PATH; "
             f"to serve with this package: {NAME} --backend {DEFAULT_BACKEND}"
         )
     sys.stderr.write(f"deepseek-tgi: no backend of ours asked for; handing over to {found}\n")

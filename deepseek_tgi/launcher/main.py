@@ -43,6 +43,7 @@ PROGRAM = Program(
   text-generation-launcher --backend {DEFAULT_BACKEND} --port 3000   # serves the bundled demo model
 
 Without --backend, or with --backend tgi, TGI's own launcher is run with the same options.
+`deepseek-tgi launch` is this program with --backend {DEFAULT_BACKEND} filled in.
 Exit codes: 0 stopped by a signal, 1 a child failed, 2 wrong options, 3 unreadable model, 4 unsupported model,
 5 memory, disk, port or socket missing, 128+n stopped at once by a second signal n.""",
 )

@@ -126,7 +126,11 @@ class Budgets:
         layout = max(layouts, key=lambda each: each.bytes_per_block)
         tokens, why = 0, ""
         try:
-            budget = cache_budget(self._left(), self._workspace(), self._engine())
+            if (left := self._left()) <= 0:
+                raise ResourceError(
+                    f"memory: the weights alone take {self._held()} bytes, {self.available_bytes} are free"
+                )
+            budget = cache_budget(left, self._workspace(), self._engine())
             positions = self.shards.config.max_position_embeddings
             positions = min(positions, length_limit(self.folder) or positions)
             plan = plan_cache(layout, self._limits(), positions, budget, self._engine())
@@ -138,8 +142,10 @@ class Budgets:
 
     def _left(self) -> int:
         """Bytes a rank finds free once all weights are loaded."""
-        held = sum(rank.held_bytes for rank in self.weights.ranks)
-        return (self.available_bytes - held) // self.shards.world_size
+        return (self.available_bytes - self._held()) // self.shards.world_size
+
+    def _held(self) -> int:
+        return sum(rank.held_bytes for rank in self.weights.ranks)
 
     def _workspace(self) -> int:
         model = self.shards.config

@@ -6,7 +6,6 @@ errors of one request. A request's state is its own object and so survives any c
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from typing import Protocol
 
@@ -17,12 +16,12 @@ from deepseek_tgi.core import GrammarType
 from deepseek_tgi.errors import RequestError
 from deepseek_tgi.text.tokenizer import TextTokenizer
 
-log = logging.getLogger(__name__)
-
 CACHED_GRAMMARS = 32
 SHOWN_CHARACTERS = 80
 SHOWN_REASON_CHARACTERS = 200
 """llguidance repeats the whole grammar in its messages."""
+NO_WAY_ON = "NoExtensionBias"
+"""llguidance's word for a grammar that no text can go on with: no reason beyond that."""
 JSON_WHITESPACE = "[ ]?"
 """At most one space between JSON tokens, as in the expressions TGI's router makes of schemas; without a bound a model
 may write line breaks until its length is up."""
@@ -37,6 +36,9 @@ class Constraint(Protocol):
     def accept(self, token_id: int) -> None:
         """Go on with the chosen token."""
 
+    def fault(self) -> str:
+        """Why nothing may come next; empty if the grammar simply ends here."""
+
 
 class MatcherConstraint:
     """A grammar's place in one request's text. Once the text is complete only end-of-sequence is allowed."""
@@ -49,7 +51,6 @@ class MatcherConstraint:
         known = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) != 0
         if self._matcher.is_error():
             # A matcher that gives up (limits, a grammar of no text) allows the end, as if the text were complete.
-            log.warning("a grammar cannot go on: %s", _first_line(self._matcher.get_error()))
             return torch.zeros(vocab_size, dtype=torch.bool)
         if len(known) >= vocab_size:
             return known[:vocab_size]
@@ -58,6 +59,11 @@ class MatcherConstraint:
     def accept(self, token_id: int) -> None:
         """See `Constraint`."""
         self._matcher.consume_token(token_id)
+
+    def fault(self) -> str:
+        """See `Constraint`."""
+        reason = _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return "" if reason == NO_WAY_ON else reason
 
 
 class GrammarCompiler:

@@ -137,8 +137,9 @@ class SamplingPlan:
             allowed = None if constraint is None else constraint.allowed(logits.shape[1])
             if allowed is None:
                 continue
-            if not allowed.any():
-                failed[row] = "the grammar allows no token here"
+            if constraint is not None and not allowed.any():
+                fault = constraint.fault()
+                failed[row] = "the grammar allows no token here" + (f": {fault}" if fault else "")
                 continue
             logits[row].masked_fill_(~allowed.to(logits.device), MINUS_INFINITY)
 

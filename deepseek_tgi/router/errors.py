@@ -41,6 +41,7 @@ class ShardError(GenerationError):
     def __init__(self, message: str, code: str = "INTERNAL") -> None:
         super().__init__(f"Request failed during generation: Server error: {message}")
         self.code = code
+        self.detail = message
 
 
 class IncompleteGenerationError(DeepseekTgiError):

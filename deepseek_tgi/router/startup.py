@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from deepseek_tgi.errors import ConfigError, DeepseekTgiError, ResourceError
+from deepseek_tgi.errors import ConfigError, DeepseekTgiError, GenerationError, ResourceError
 from deepseek_tgi.pb import generate_pb2 as pb
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import RouterConfig
@@ -47,7 +47,7 @@ async def introduce(shards: ShardClient, config: RouterConfig) -> ShardFacts:
     """Clear, ask, warm up, check.
 
     Raises: `ConfigError` for limits that do not fit together, `ResourceError` if the shard lacks the memory for them,
-    `ShardError` if it fails otherwise.
+    `GenerationError` if it fails otherwise.
     """
     _check_config(config)
     await shards.clear_cache()
@@ -60,8 +60,7 @@ async def introduce(shards: ShardClient, config: RouterConfig) -> ShardFacts:
     try:
         limits = await shards.warmup(warmup_request(config))
     except ShardError as error:
-        kind = WARMUP_ERRORS.get(error.code)
-        raise error if kind is None else kind(str(error)) from error
+        raise WARMUP_ERRORS.get(error.code, GenerationError)(f"warm-up failed: {error.detail}") from error
     facts = _facts(config, info, limits)
     _check_facts(facts)
     logger.info(

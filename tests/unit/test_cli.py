@@ -58,6 +58,7 @@ def test_info_shows_values_origins_and_no_secret(
     assert lines["--port"] == ["4000", "flag", "--port"]
     assert lines["--max-best-of"] == ["3", "environment", "MAX_BEST_OF"]
     assert lines["--max-stop-sequences"] == ["4", "default"]
+    assert {"LOG_LEVEL", "DEEPSEEK_TGI_OPENAI_REASONS"} < lines.keys()  # these have no flag
     assert "very-secret-key" not in shown
 
 

@@ -105,9 +105,9 @@ def test_repeated_origins_are_all_kept() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--port", "70000"], r"flag --port: got '70000', expected a whole number of at least 0 and at most 65535"),
-        (["--max-total-tokens", "5000000000"], r"got '5000000000', expected .* at most 4294967295"),
-        (["--max-batch-size", "9" * 19], r"at most 9223372036854775807"),
+        (["--port", "70000"], r"flag --port: got '70000', expected a whole number from 0 to 65535"),
+        (["--max-total-tokens", "5000000000"], r"got '5000000000', expected .* from 1 to 4294967295"),
+        (["--max-batch-size", "9" * 19], r"a whole number of at least 1"),
         (["--kv-memory", "0.5"], r"at least 1 byte"),
         (["--port", "3e3"], r"got '3e3'"),
         (["--sharded", "maybe"], r"flag --sharded: got 'maybe', expected true or false"),
@@ -190,6 +190,34 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 0
     shown = capsys.readouterr().out
     assert [flag for flag in TGI_FLAGS if flag not in shown] == []
+
+
+def test_help_says_which_values_an_option_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        launcher("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    for flag, names in (
+        ("--quantize", "awq, compressed-tensors, eetq, exl2, gptq, marlin, bitsandbytes, bitsandbytes-nf4"),
+        ("--dtype", "float16, bfloat16, float32"),
+        ("--usage-stats", "on, off, no-stack"),
+        ("--router", "auto, tgi, embedded"),
+    ):
+        about = shown.partition(f" {flag} ")[2].partition(" --")[0]
+        assert f"one of {names}" in about.replace("- ", "-"), flag
+    assert "--max-best-of N " in shown
+    assert "--num-shard N " in shown
+
+
+def test_a_number_without_a_limit_is_refused_without_one() -> None:
+    with pytest.raises(ConfigError, match=r"'0', expected a whole number of at least 1$"):
+        launcher("--max-concurrent-requests", "0")
+
+
+def test_an_option_like_no_other_points_to_help() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option '--zzz'; see \S+ --help$"):
+        launcher("--zzz", "1")
+    with pytest.raises(ConfigError, match=r"unexpected argument 'stray'; see \S+ --help$"):
+        launcher("stray")
 
 
 def test_every_format_of_the_cache_can_be_asked_for() -> None:

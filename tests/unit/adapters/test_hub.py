@@ -98,6 +98,19 @@ def test_a_shard_never_asks_the_network_and_only_safe_files_are_wanted(
     assert calls[0]["allow_patterns"] == ["*.safetensors", "*.json", "*.jinja"]
 
 
+@pytest.mark.parametrize(("offline", "why"), [(True, "HF_HUB_OFFLINE is set"), (False, "the hub cannot be reached")])
+def test_a_model_that_cannot_be_fetched_says_why(
+    offline: bool, why: str, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot(repo: str, **options: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("nothing here")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    with pytest.raises(CheckpointError, match=f"^owner/name: no such folder, not in the hub cache, and {why}$"):
+        hub.download("owner/name", None, environ)
+
+
 def test_full_disk_is_a_resource_error(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot(repo: str, **options: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -178,7 +178,10 @@ def test_an_active_window_is_refused_by_name(over: dict[str, Any], tmp_path: Pat
     ("over", "message"),
     [
         ({"model_type": "mamba"}, r"'mamba' is not implemented; supported are llama, qwen2, qwen3"),
-        ({"model_type": "deepseek_v32"}, r"'deepseek_v32' is not implemented: its sparse attention .* is missing here"),
+        (
+            {"model_type": "deepseek_v32"},
+            r"'deepseek_v32' is not implemented: it needs sparse attention .*; supp",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu"),
         ({"rope_scaling": {"type": "longrope"}}, "rope_scaling.type is 'longrope'; implemented are default, linear"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),

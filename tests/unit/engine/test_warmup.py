@@ -65,7 +65,7 @@ def test_too_little_memory_says_what_is_needed_what_is_there_and_what_helps(
         engine_with(adapter, amount).warmup([warmup_request(PREFILL)], None, PREFILL, 512)
     message = str(caught.value)
     assert len(re.findall(r"\d+ bytes|\d+ are available", message)) >= 2
-    for flag in ("--max-batch-prefill-tokens", "--max-total-tokens", "DEEPSEEK_TGI_KV_MEMORY", "--kv-cache-dtype int8"):
+    for flag in ("--max-batch-prefill-tokens", "--max-total-tokens", "--kv-memory", "--kv-cache-dtype int8"):
         assert flag in message
     assert not adapter.steps, "nothing may be tried that cannot fit"
 

@@ -126,6 +126,7 @@ def test_tgis_router_is_taken_if_it_is_there(tmp_path: Any) -> None:
         ({"max_total_tokens": 10, "max_batch_total_tokens": 9}, "--max-total-tokens 10: expected at most"),
         ({"max_batch_prefill_tokens": 1048577}, "--max-batch-prefill-tokens 1048577: expected at most 1048576"),
         ({"validation_workers": 0}, "--validation-workers: got 0"),
+        ({"tokenizer_config_path": "/no/such.json"}, "--tokenizer-config-path /no/such.json: no such file"),
         ({"ngrok": True, "ngrok_edge": "e"}, "--ngrok-authtoken"),
         ({"sharded": True, "quantize": "exl2"}, "exl2 weights cannot be sharded"),
         ({"lora_adapters": "a,b@c@d"}, "got 'b@c@d'"),

@@ -167,4 +167,6 @@ def test_ranks_that_are_alike_are_told_once(tmp_path: Path) -> None:
 def test_a_machine_too_small_is_told_and_not_refused(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, V3, free=GIB)
     assert {each.tokens_here for each in plan.caches} == {0}
-    assert [line for line in plan_lines(plan) if line.startswith("does not fit here")]
+    (why,) = [line for line in plan_lines(plan) if line.startswith("does not fit here")]
+    held = sum(rank.held_bytes for rank in plan.weights.ranks)
+    assert f"the weights alone take {held} bytes, {GIB} are free" in why

@@ -93,9 +93,13 @@ def test_a_complete_text_allows_the_end_alone_and_stays_there(
         constraint.accept(tokenizer.eos_token_id or 0)
 
 
-@pytest.mark.parametrize("pattern", [r"[^\s\S]", "(a?){2000}a{2000}"], ids=["matches-nothing", "beyond-limits"])
+@pytest.mark.parametrize(
+    ("pattern", "fault"),
+    [(r"[^\s\S]", ""), ("(a?){2000}a{2000}", "lexer error: too many expressions constructed")],
+    ids=["matches-nothing", "beyond-limits"],
+)
 def test_a_matcher_that_gives_up_does_not_end_the_text_as_if_it_matched(
-    compiler: GrammarCompiler, tokenizer: TextTokenizer, pattern: str
+    compiler: GrammarCompiler, tokenizer: TextTokenizer, pattern: str, fault: str
 ) -> None:
     constraint = compiler.constraint(GrammarType.REGEX, pattern)
     assert constraint is not None
@@ -103,7 +107,9 @@ def test_a_matcher_that_gives_up_does_not_end_the_text_as_if_it_matched(
         allowed = constraint.allowed(tokenizer.vocab_size + 5)
         assert allowed is not None
         if not allowed.any():
+            assert constraint.fault() == fault
             return
+        assert constraint.fault() == ""
         chosen = int(allowed.nonzero()[0])
         assert chosen != tokenizer.eos_token_id
         constraint.accept(chosen)

@@ -186,8 +186,9 @@ def test_alternatives_are_best_first_with_ties_at_the_last_place() -> None:
 
 
 class StubConstraint:
-    def __init__(self, answer: torch.Tensor | None) -> None:
+    def __init__(self, answer: torch.Tensor | None, fault: str = "") -> None:
         self.answer = answer
+        self.reason = fault
         self.accepted: list[int] = []
 
     def allowed(self, vocab_size: int) -> torch.Tensor | None:
@@ -196,19 +197,22 @@ class StubConstraint:
     def accept(self, token_id: int) -> None:
         self.accepted.append(token_id)
 
+    def fault(self) -> str:
+        return self.reason
+
 
 def test_a_grammar_may_answer_with_a_list_with_none_or_with_an_empty_one() -> None:
     only = torch.zeros(VOCAB, dtype=torch.bool)
     only[42] = True
     answers = [only, None, torch.zeros(VOCAB, dtype=torch.bool)]
     logits = some_logits(4)
-    states = [sampling_state(SamplingParams(), PROMPT, 3, StubConstraint(a)) for a in answers]
+    states = [sampling_state(SamplingParams(), PROMPT, 3, StubConstraint(a, "too long")) for a in answers]
     choice = choose(logits, [*states, sampling_state(SamplingParams(), PROMPT)])
     assert choice.ids[0] == 42
     assert choice.logprobs[0] == 0.0
     assert choice.tops[0] == ([42], [0.0])
     assert choice.ids[1] == int(logits[1].argmax())
-    assert choice.failed == {2: "the grammar allows no token here"}
+    assert choice.failed == {2: "the grammar allows no token here: too long"}
     assert choice.ids[3] == int(logits[3].argmax())
 
 

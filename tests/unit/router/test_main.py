@@ -130,7 +130,7 @@ async def test_a_refused_warm_up_ends_with_the_code_of_its_reason(
     async with door(tmp_path, free_port, model=model) as found:
         found.shard.fail_next["Warmup"] = "too large"
         found.shard.fail_status = status
-        assert (await found.end()) == (code, "Error: Request failed during generation: Server error: too large\n")
+        assert (await found.end()) == (code, "Error: warm-up failed: too large\n")
 
 
 @pytest.mark.parametrize(
