@@ -28,7 +28,7 @@ from deepseek_tgi.kernels.library import load as load_library
 from deepseek_tgi.kernels.select import KernelSet, select_kernels
 from deepseek_tgi.kernels.threads import usable_threads
 from deepseek_tgi.kv.layout import CacheLayout
-from deepseek_tgi.kv.pool import KVPool
+from deepseek_tgi.kv.pool import KVPool, LayerByLayer
 from deepseek_tgi.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class QuantizedModelAdapter(ModelAdapter):
 
     def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
         """See `ModelAdapter`; the logits belong to the caller. Every rank takes the same steps."""
-        pages = [pool.pages(layer) for layer in range(self._layout.num_layers)]
+        pages = LayerByLayer(pool)
         if self._group is None:
             return self._decoder.step(inputs, pages)
         with self._group.together():

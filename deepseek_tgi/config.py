@@ -36,6 +36,7 @@ DEFAULT_MODEL = "demo"
 TGI_DEFAULT_MODEL = "bigscience/bloom-560m"
 DEFAULT_SERVICE_NAME = "text-generation-inference.router"
 SHARD_STOP_TIMEOUT_S = 60.0
+STALL_LIMIT_S = 120.0
 DEFAULT_UDS_PATH = "/tmp/text-generation-server"
 QUANTIZERS = (
     *("awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin", "bitsandbytes", "bitsandbytes-nf4"),
@@ -85,6 +86,19 @@ class LauncherConfig:
         choice(*MLA_PREFILL), "form of DeepSeek's attention in prefill: auto, absorbed or expanded", "MLA_PREFILL"
     )
     num_threads: int | None = _own(integer(0, 4096), "CPU threads of a shard, 0 for what it may use", "NUM_THREADS")
+
+    probe_port: int = _own(
+        integer(0, 64000),
+        "port of /livez, /readyz and /startupz that answers whatever the HTTP port does, 0 for none",
+        "PROBE_PORT",
+        default=0,
+    )
+    stall_limit: float = _own(
+        number(1.0, 86400.0),
+        "seconds without progress in a step after which a server is no longer live",
+        "STALL_LIMIT",
+        default=STALL_LIMIT_S,
+    )
 
     openai_reasons: str = _own(
         choice("tgi", "openai"),
@@ -278,6 +292,15 @@ class ShardConfig:
     )
     stop_timeout: float = _env(
         number(0.0, 3600.0), "seconds to finish in", OWN_PREFIX + "STOP_TIMEOUT", default=SHARD_STOP_TIMEOUT_S
+    )
+    stall_limit: float = _env(
+        number(1.0, 86400.0),
+        "seconds without progress in a step after which the shard is no longer live",
+        OWN_PREFIX + "STALL_LIMIT",
+        default=STALL_LIMIT_S,
+    )
+    shard_probe_port: int = _env(
+        integer(0, 64000), "probe port of rank 0, 0 for none", OWN_PREFIX + "SHARD_PROBE_PORT", default=0
     )
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deepseek_tgi.config import DownloadConfig, ShardConfig, read
@@ -39,6 +40,10 @@ class StubEngine:
 
     batches: dict[int, CachedBatch] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    on_progress: Callable[[], None] | None = None
+
+    def watch(self, on_progress: Callable[[], None]) -> None:
+        self.on_progress = on_progress
 
     def info(self) -> ShardInfo:
         return ShardInfo("float32", "cpu", "stub", block_size=16, use_prefix_caching=True)

@@ -16,7 +16,7 @@ import torch
 
 from deepseek_tgi.adapters.workspace import padded
 from deepseek_tgi.core import ForwardInputs
-from deepseek_tgi.kernels.pages import LatentPages, LayerPages, Pages
+from deepseek_tgi.kernels.pages import LatentPages, LayerPages, PagesByLayer
 
 __all__ = ["Part", "StepContext", "cut", "padded"]
 
@@ -26,7 +26,7 @@ class StepContext:
     """What every part of one step sees. `pages[i]` belongs to layer i; `cos_sin [P, D] float32` covers the step."""
 
     inputs: ForwardInputs
-    pages: Sequence[Pages]
+    pages: PagesByLayer
     cos_sin: torch.Tensor
 
     def head_pages(self, layer: int) -> LayerPages:

@@ -14,7 +14,7 @@ from deepseek_tgi.adapters.layers.part import Part, StepContext
 from deepseek_tgi.adapters.layers.rope import RopeTable
 from deepseek_tgi.adapters.workspace import StepSizes
 from deepseek_tgi.core import ForwardInputs
-from deepseek_tgi.kernels.pages import Pages
+from deepseek_tgi.kernels.pages import PagesByLayer
 from deepseek_tgi.kernels.select import KernelSet
 
 Buffers = tuple[torch.Tensor, ...]
@@ -102,7 +102,7 @@ class Decoder:
         )
         return sizes.bytes_of(num_tokens, num_logit_rows)
 
-    def step(self, inputs: ForwardInputs, pages: Sequence[Pages]) -> torch.Tensor:
+    def step(self, inputs: ForwardInputs, pages: PagesByLayer) -> torch.Tensor:
         """Raw logits `[R, V] float32` of `inputs.logit_rows`; K/V of all tokens is written to `pages`."""
         weights = self._weights
         hidden = weights.embedding(inputs.input_ids)  # [T, H], the residual stream

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -59,6 +60,11 @@ class Engine:
         )
         self._store = BatchStore()
         self._runner: Runner | None = None
+        self._on_progress: Callable[[], None] | None = None
+
+    def watch(self, on_progress: Callable[[], None]) -> None:
+        """Call `on_progress` from within every step, layer by layer. Set before `warmup`."""
+        self._on_progress = on_progress
 
     def info(self) -> ShardInfo:
         """Constant facts."""
@@ -246,6 +252,8 @@ class Engine:
 
     def _make_runner(self, num_blocks: int, max_prefill_tokens: int) -> Runner:
         pool = KVPool(self._adapter.kv_layout, num_blocks, self._adapter.info.device_type)
+        if self._on_progress is not None:
+            pool.watch(self._on_progress)
         return Runner(self._adapter, pool, self._config, self._counter, max_prefill_tokens)
 
     def _ready(self) -> Runner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -87,3 +87,9 @@ class LatentPages:
 
 
 Pages = LayerPages | LatentPages
+
+
+class PagesByLayer(Protocol):
+    """The pages of every layer, each asked for when a step comes to it."""
+
+    def __getitem__(self, layer: int, /) -> Pages: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 
 import torch
 
@@ -12,7 +13,17 @@ from deepseek_tgi.kernels.pages import LatentPages, LayerPages, Pages
 from deepseek_tgi.kernels.vector_store import read_vectors
 from deepseek_tgi.kv.layout import PAGE_ALIGNMENT_BYTES, CacheLayout, LatentLayout, Section
 
-__all__ = ["KVPool", "LatentPages", "LayerPages", "Pages"]
+__all__ = ["KVPool", "LatentPages", "LayerByLayer", "LayerPages", "Pages"]
+
+
+class LayerByLayer:
+    """A pool's pages by layer: a step that asks for a layer shows that it got there."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+
+    def __getitem__(self, layer: int, /) -> Pages:
+        return self._pool.pages(layer)
 
 
 class KVPool:
@@ -32,6 +43,11 @@ class KVPool:
         self.device = torch.device(device)
         self._storage: torch.Tensor | None = self._allocate()
         self._views = [self._make_view(layer) for layer in range(layout.num_layers)]
+        self._on_layer: Callable[[], None] | None = None
+
+    def watch(self, on_layer: Callable[[], None]) -> None:
+        """Call `on_layer` whenever a layer's pages are asked for: a step that does so makes progress."""
+        self._on_layer = on_layer
 
     @property
     def num_slots(self) -> int:
@@ -54,6 +70,8 @@ class KVPool:
         """The part of every page that belongs to `layer`; made once. Raises `GenerationError` after `close`."""
         if not self._views:
             raise GenerationError("KV pool: used after close")
+        if self._on_layer is not None:
+            self._on_layer()
         return self._views[layer]
 
     def view(self, layer: int) -> LayerPages:

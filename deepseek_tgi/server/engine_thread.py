@@ -7,16 +7,20 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from deepseek_tgi.probes.progress import Progress
+
 R = TypeVar("R")
 
 
 class EngineThread:
     """Runs calls one after another, in the order they were given; a caller that goes away does not stop its call.
 
-    The engine thus needs no lock, and a health Prefill may come between any two calls.
+    The engine thus needs no lock, and a health Prefill may come between any two calls. `progress` is stamped by the
+    thread alone, when a call starts and ends and whenever the engine gets somewhere within one.
     """
 
     def __init__(self) -> None:
+        self.progress = Progress()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._pending = 0
 
@@ -25,13 +29,28 @@ class EngineThread:
         """True if no call runs or waits; read on the event loop."""
         return self._pending == 0
 
-    async def run(self, call: Callable[[], R]) -> R:
-        """Result of `call`, run in the thread. Cancelling the caller leaves the call to finish."""
+    async def run(self, call: Callable[[], R], what: str = "a call") -> R:
+        """Result of `call`, run in the thread. Cancelling the caller leaves the call to finish; `what` names it."""
         loop = asyncio.get_running_loop()
         self._pending += 1
-        future: Future[R] = self._executor.submit(call)
+        future = self.submit(call, what)
         future.add_done_callback(lambda _: _tell(loop, self._done))
         return await asyncio.shield(asyncio.wrap_future(future))
+
+    def submit(self, call: Callable[[], R], what: str) -> Future[R]:
+        """`call`, on its way to the thread; from any thread."""
+        return self._executor.submit(self._stamped, call, what)
+
+    def send_noop(self) -> Future[None]:
+        """Something that an idle thread answers at once; from any thread."""
+        return self.submit(_nothing, "")
+
+    def _stamped(self, call: Callable[[], R], what: str) -> R:
+        self.progress.begin(what)
+        try:
+            return call()
+        finally:
+            self.progress.end()
 
     def _done(self) -> None:
         self._pending -= 1
@@ -39,6 +58,10 @@ class EngineThread:
     def close(self) -> None:
         """Take no more calls; does not wait for a running one."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _nothing() -> None:
+    return
 
 
 def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -18,10 +18,12 @@ from deepseek_tgi.config import ShardConfig
 from deepseek_tgi.errors import ConfigError, ResourceError
 from deepseek_tgi.pb import generate_pb2_grpc
 from deepseek_tgi.probes.grpc_health import Directory, HealthService
+from deepseek_tgi.probes.monitor import MonitorLimits
 from deepseek_tgi.probes.owner import Increment, Owner, Snapshot
 from deepseek_tgi.probes.publishing import Follower, trace_change
 from deepseek_tgi.probes.state import Event, State
 from deepseek_tgi.server.engine_thread import EngineThread
+from deepseek_tgi.server.evidence import StepEvidence, monitor_of
 from deepseek_tgi.server.interceptors import CallInterceptor
 from deepseek_tgi.server.lifeline import StopRequest, watch_signals, watch_stdin
 from deepseek_tgi.server.loading import Count, load_engine
@@ -100,30 +102,37 @@ class Shard:
         return loading.result()
 
     async def _serve(self, engine: EngineApi) -> None:
-        server = self._server(engine)
+        service = self._service(engine)
+        server = self._server(service)
         publication = Publication(self._path)
         try:
             server.add_insecure_port(f"unix:{publication.bound_path}")
         except RuntimeError as error:
             raise ResourceError(f"cannot bind {publication.bound_path}: {error}") from error
+        monitor = monitor_of(self._state, self._thread, service, MonitorLimits(self._config.stall_limit))
+        service.evidence = StepEvidence(monitor)
         try:
             await server.start()
+            monitor.start()
             publication.show()
             self._state.apply(Event.LOADED)
             logger.info("rank %d listens on %s", self._config.rank, self._path)
             await self._stop.wait()
         finally:
             self._state.apply(Event.STOP)
+            monitor.stop()
             self._directory.close()
             await server.stop(HURRIED_STOP_S if self._stop.hurried else self._config.stop_timeout)
             publication.hide()
             if self._thread.idle:
                 await self._thread.run(engine.close)
 
-    def _server(self, engine: EngineApi) -> grpc.aio.Server:
+    def _service(self, engine: EngineApi) -> ShardService:
         config = self._config
         urls = [f"unix://{rank_path(config.uds_path, rank)}" for rank in range(config.world_size)]
-        service = ShardService(engine, self._thread, self._state, urls, self._metrics)
+        return ShardService(engine, self._thread, self._state, urls, self._metrics)
+
+    def _server(self, service: ShardService) -> grpc.aio.Server:
         interceptor = CallInterceptor(SERVICE, service.drop, self._fatal, self._tracing, self._metrics)
         server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
         generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(service, server)
@@ -147,6 +156,8 @@ class Shard:
         self._show(after)
         self._metrics.state_transitions.labels(before.value, after.state.value).inc()
         trace_change(self._tracing.tracer, increment)
+        if after.state is State.FAILED:
+            self._stop.ask(f"the shard failed: {after.facts.reason}", exit_code=1, hurried=True)
 
     def _serve_metrics(self, port: int) -> None:
         try:

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
-from deepseek_tgi.core import CachedBatch, Request, StepResult
+from deepseek_tgi.core import HEALTH_REQUEST_ID, CachedBatch, Request, SamplingParams, StepResult, StopRule
 from deepseek_tgi.engine.config import ShardInfo, WarmupResult
 from deepseek_tgi.errors import NotReadyError
 from deepseek_tgi.pb import generate_pb2 as pb
@@ -19,12 +20,24 @@ from deepseek_tgi.server.engine_thread import EngineThread
 from deepseek_tgi.server.turns import Turns, call_number
 from deepseek_tgi.telemetry.metrics import ShardMetrics
 
+R = TypeVar("R")
+
+LIVENESS_REQUEST = Request(
+    id=HEALTH_REQUEST_ID,
+    text="liveness",
+    truncate=1,
+    sampling=SamplingParams(),
+    stop=StopRule(max_new_tokens=1),
+    blocks=(0,),
+    slots=(0,),
+)
 SERVICE = "generate.v3.TextGenerationService"
 
 
 class EngineApi(Protocol):
     """The engine as the service sees it: synchronous, called from one thread."""
 
+    def watch(self, on_progress: Callable[[], None]) -> None: ...
     def info(self) -> ShardInfo: ...
     def turn(self, call: int) -> int: ...
     def warmup(
@@ -42,6 +55,23 @@ class EngineApi(Protocol):
     def close(self) -> None: ...
 
 
+class Evidence(Protocol):
+    """Who is told how steps end."""
+
+    def worked(self) -> None: ...
+    def failed(self, error: Exception) -> None: ...
+
+
+class NoEvidence:
+    """Nobody."""
+
+    def worked(self) -> None:
+        """Not noted."""
+
+    def failed(self, error: Exception) -> None:
+        """Not noted."""
+
+
 class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
     """Serves one engine. Health, Info and ServiceDiscovery are answered on the event loop, the rest in the thread.
 
@@ -57,6 +87,8 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
         self._urls = list(urls)
         self._turns = Turns(thread, engine.turn, len(urls))
         self._metrics = metrics
+        self.evidence: Evidence = NoEvidence()
+        engine.watch(thread.progress.step)
         self._info = _info_pb(engine.info())
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
@@ -73,7 +105,7 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
         if not snapshot.report.live:
             raise NotReadyError(f"the shard is {snapshot.state.value}")
         if self._thread.idle:
-            await self._thread.run(self._engine.health)
+            await self._thread.run(self._engine.health, "the device check")
         return pb.HealthResponse()
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheResponse:
@@ -91,7 +123,7 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
         """Measure; the shard is ready afterwards. A second router may warm up again."""
         self._state.require(State.WARMING, State.READY, State.DEGRADED)
         self._state.apply(Event.WARM)
-        response = await self._turns.run(call_number("Warmup"), lambda: self._warmup(request))
+        response = await self._turns.run(call_number("Warmup"), lambda: self._warmup(request), "Warmup")
         self._state.apply(Event.WARMED)
         return response
 
@@ -99,18 +131,42 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
         """One step for new requests, and for a cached batch if it is named."""
         self._state.require_admission()
         number = call_number("Prefill", request.batch.id, *(each.id for each in request.batch.requests))
-        return await self._turns.run(number, lambda: self._prefill(request))
+        return await self._watched(self._turns.run(number, lambda: self._prefill(request), "Prefill"))
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.DecodeResponse:
         """One step for cached batches."""
         self._state.require_running()
         number = call_number("Decode", *(batch.id for batch in request.batches))
-        return await self._turns.run(number, lambda: self._decode(request))
+        return await self._watched(self._turns.run(number, lambda: self._decode(request), "Decode"))
 
     async def drop(self, batch_ids: Sequence[int]) -> None:
         """Forget the batches of a failed call."""
         for batch_id in batch_ids:
             await self._thread.run(lambda batch_id=batch_id: self._engine.clear(batch_id))  # type: ignore[misc]
+
+    def check_device(self) -> Future[None] | None:
+        """Ask the engine's device, if the engine has time for it; from any thread."""
+        return self._thread.submit(self._engine.health, "the device check") if self._thread.idle else None
+
+    def prove(self) -> Future[None] | None:
+        """Generate one token, as a router's liveness request does; from any thread.
+
+        None where that takes several ranks: only a router reaches them all.
+        """
+        return None if len(self._urls) > 1 else self._thread.submit(self._generate_one, "the liveness prefill")
+
+    def _generate_one(self) -> None:
+        self._engine.prefill(HEALTH_REQUEST_ID, [LIVENESS_REQUEST], None)
+
+    async def _watched(self, step: Awaitable[R]) -> R:
+        """A step whose end is evidence."""
+        try:
+            result = await step
+        except Exception as error:
+            self.evidence.failed(error)
+            raise
+        self.evidence.worked()
+        return result
 
     def _warmup(self, request: pb.WarmupRequest) -> pb.WarmupResponse:
         result = self._engine.warmup(

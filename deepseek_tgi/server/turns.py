@@ -34,16 +34,16 @@ class Turns:
         self._taken = 0
         self._changed = asyncio.Event()
 
-    async def run(self, number: int, call: Callable[[], R]) -> R:
+    async def run(self, number: int, call: Callable[[], R], what: str = "a step") -> R:
         """Result of `call`, run when its turn comes. Cancelling the caller leaves it to come and to finish."""
         if not self._shared:
-            return await self._thread.run(call)
-        return await asyncio.shield(asyncio.ensure_future(self._in_turn(number, call)))
+            return await self._thread.run(call, what)
+        return await asyncio.shield(asyncio.ensure_future(self._in_turn(number, call, what)))
 
-    async def _in_turn(self, number: int, call: Callable[[], R]) -> R:
+    async def _in_turn(self, number: int, call: Callable[[], R], what: str) -> R:
         while True:
             seen = self._taken
-            trial = asyncio.ensure_future(self._thread.run(lambda: self._if_due(number, call)))
+            trial = asyncio.ensure_future(self._thread.run(lambda: self._if_due(number, call), what))
             await asyncio.wait({trial})
             if not isinstance(trial.exception(), _NotDueError):
                 break
