@@ -31,10 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch works without it, and so do we
     try:
-        if arguments[:1] == ["launch"]:
-            return _launch(arguments[1:])
-        if arguments[:1] == ["info"]:
-            return _info(arguments[1:])
+        own = {"launch": _launch, "info": _info, "probe": _probe}  # these read their options themselves
+        if arguments and arguments[0] in own:
+            return own[arguments[0]](arguments[1:])
         parsed = _parser().parse_args(arguments)
         command: Command = parsed.command
         return command(parsed)
@@ -97,6 +96,7 @@ def _add_serving(commands: Commands) -> None:
         "show what launcher options come to, and what a model needs",
         "info --model-id smollm2",
     )
+    _add(commands, "probe", _unreachable, "ask a running server: live, ready or startup (probe --help)", "probe ready")
     shim = _add(
         commands, "shim", _shim, "write text-generation-server into a folder for TGI's own launcher", "shim ~/tgi-bin"
     )
@@ -147,7 +147,7 @@ def _add_backends(commands: Commands) -> None:
 
 
 def _unreachable(parsed: argparse.Namespace) -> int:
-    raise AssertionError("launch and info take the launcher's options and never get here")
+    raise AssertionError("these commands read their options themselves and never get here")
 
 
 def _port(given: str) -> int:
@@ -189,6 +189,12 @@ def _info(argv: list[str]) -> int:
     for line in ["", *plan_lines(make_plan(resolved.config))]:
         print(line)
     return 0
+
+
+def _probe(argv: list[str]) -> int:
+    from deepseek_tgi.probes import exec_probe
+
+    return exec_probe.run(argv, os.environ)
 
 
 def _quickstart(parsed: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """Evidence about a process, weighed off the threads that work, and fed to its owner as events.
 
-A thread that stands still for `motionless_s` makes the process DEGRADED: nothing should be routed to it, though it may
-go on. One that is stuck for `stall_limit_s` makes it FAILED: that is not life. A bad check makes it DEGRADED, and when
-nothing is left to complain about it is READY again.
+Whatever stands still for `motionless_s` makes the process DEGRADED: nothing should be routed to it, though it may go
+on. What is stuck for `stall_limit_s`, or dead, makes it FAILED: that is not life. A bad check makes it DEGRADED, and
+when nothing is left to complain about it is READY again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deepseek_tgi.probes.checks import Check, RunningCheck
+from deepseek_tgi.probes.finding import Watched
 from deepseek_tgi.probes.owner import Owner
 from deepseek_tgi.probes.state import Event, State
-from deepseek_tgi.probes.thread_watch import ThreadWatch
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +40,19 @@ class Monitor:
     def __init__(
         self,
         owner: Owner,
-        threads: Sequence[ThreadWatch],
+        watched: Sequence[Watched],
         checks: Sequence[Check] = (),
         limits: MonitorLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._owner = owner
-        self._threads = tuple(threads)
+        self._watched = tuple(watched)
         self._checks = {check.name: RunningCheck(check) for check in checks}
         self._limits = limits or MonitorLimits()
         self._clock = clock
         self._lock = threading.Lock()
         self._ticked_at: float | None = None
-        self._still: list[str] = []
+        self._against: list[str] = []
         self._stopped = threading.Event()
 
     def tick(self) -> None:
@@ -105,24 +105,27 @@ class Monitor:
 
     def _start_afresh(self, now: float) -> None:
         """We were stopped ourselves, or nothing is owed: what was not seen is held against nobody."""
-        for thread in self._threads:
-            thread.start_afresh(now)
+        for each in self._watched:
+            each.start_afresh(now)
         for check in self._checks.values():
             check.forget()
 
     def _look(self, now: float) -> None:
-        findings = [thread.look(now) for thread in self._threads]
-        self._still = [
+        findings = [each.look(now) for each in self._watched]
+        self._against = [
             f"{found.where} has stood still for {found.still_s:.1f} s"
             for found in findings
             if found.still_s >= self._limits.motionless_s
         ]
+        self._against += [found.complaint for found in findings if found.complaint is not None]
         for found in findings:
-            if found.stuck_s >= self._limits.stall_limit_s:
+            if found.dead is not None:
+                self._owner.apply(Event.FAIL, reason=found.dead)
+            elif found.stuck_s >= self._limits.stall_limit_s:
                 self._owner.apply(Event.FAIL, reason=f"{found.where} made no progress for {found.stuck_s:.0f} s")
 
     def _judge(self) -> None:
-        reasons = self._still + [check.reason for check in self._checks.values() if check.reason is not None]
+        reasons = self._against + [check.reason for check in self._checks.values() if check.reason is not None]
         if reasons:
             self._owner.apply(Event.DEGRADE, reason="; ".join(reasons))
         elif self._owner.state is State.DEGRADED:

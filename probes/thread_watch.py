@@ -12,23 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
+from deepseek_tgi.probes.finding import Finding
 from deepseek_tgi.probes.progress import Progress
 
 HEARTBEAT_S = 0.4
 """An idle thread gets its next no-op this long after it answered the last."""
 MOTION_CPU_S = 0.001
 """Computing less than this is standing still: a thread that only polls is not at work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Seconds without any sign, seconds without a stamp, and where the thread is meanwhile."""
-
-    still_s: float
-    stuck_s: float
-    where: str
 
 
 class ThreadWatch:
