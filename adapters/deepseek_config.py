@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from deepseek_tgi.adapters.json_fields import Fields
 from deepseek_tgi.adapters.part_specs import GatedMlp, LatentAttention, MixtureOfExperts
-from deepseek_tgi.adapters.rope_config import RopeConfig, RopeKind, rope_section
+from deepseek_tgi.adapters.rope_config import LARGEST_MSCALE, RopeConfig, RopeKind, rope_section
 from deepseek_tgi.errors import UnsupportedModelError
 from deepseek_tgi.kernels.route import GroupRank, Routing, Scoring
 
 _METHODS = {2: (GroupRank.NONE, GroupRank.BEST), 3: (GroupRank.BEST_TWO,)}
+_MOST_EXPERTS = 2**18
+"""Of all layers together; the largest published models have 23,000. Each is a row of every plan."""
 _SPARSE_KEYS = ("index_topk", "index_n_heads", "index_head_dim")
 """Keys of the indexer of DeepSeek-V3.2, which attends to chosen tokens only."""
 
@@ -37,8 +39,8 @@ def published_yarn(rope: RopeConfig, fields: Fields) -> RopeConfig:
         return rope
     return replace(
         rope,
-        mscale=section.number("mscale", default=1.0, above=False),
-        mscale_all_dim=section.number("mscale_all_dim", default=0.0, above=False),
+        mscale=section.number("mscale", default=1.0, high=LARGEST_MSCALE, above=False),
+        mscale_all_dim=section.number("mscale_all_dim", default=0.0, high=LARGEST_MSCALE, above=False),
     )
 
 
@@ -84,6 +86,8 @@ def _read_experts(fields: Fields, generation: int) -> MixtureOfExperts | None:
     if not fields.has("n_routed_experts"):
         return None
     inner = fields.integer("moe_intermediate_size", high=2**24)
+    layers = fields.integer("num_hidden_layers", high=4096)
+    fields.integer("n_routed_experts", high=_MOST_EXPERTS // layers)
     return MixtureOfExperts(
         intermediate_size=inner,
         shared_size=inner * _num_shared(fields, generation),

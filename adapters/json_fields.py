@@ -93,20 +93,23 @@ class Fields:
             self.fail(key, f"an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, default: float | None = None, low: float = 0.0, above: bool = True) -> float:
-        """A finite number greater than `low` (`above`) or at least `low`; required unless `default` is given."""
+    def number(
+        self, key: str, default: float | None = None, low: float = 0.0, high: float = math.inf, above: bool = True
+    ) -> float:
+        """A finite number up to `high`, greater than `low` (`above`) or at least that; required without `default`."""
         value = self.data.get(key)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self.fail(key, "a number")
-        if not _is_finite(value) or value < low or (above and value == low):
-            self.fail(key, f"a finite number {'above' if above else 'of at least'} {low:g}")
+        if not _is_finite(value) or not low <= value <= high or (above and value == low):
+            end = "" if high == math.inf else f" up to {high:g}"
+            self.fail(key, f"a finite number {'above' if above else 'of at least'} {low:g}{end}")
         return float(value)
 
-    def optional_number(self, key: str, low: float = 0.0, above: bool = True) -> float | None:
-        """As `number`, or None when absent."""
-        return self.number(key, low=low, above=above) if self.has(key) else None
+    def optional_number(self, key: str, high: float = math.inf, above: bool = True) -> float | None:
+        """As `number` from 0 on, or None when absent."""
+        return self.number(key, high=high, above=above) if self.has(key) else None
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """A JSON boolean; required unless `default` is given."""

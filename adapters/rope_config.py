@@ -13,6 +13,9 @@ from deepseek_tgi.adapters.json_fields import Fields
 from deepseek_tgi.errors import ConfigError, UnsupportedModelError
 
 DEFAULT_THETA = 10_000.0
+LARGEST_MSCALE = 1000.0
+_LEAST_TURNS = 1e-6
+"""Settings beyond these leave the range of floats on their way into frequencies and scales; real ones are near 1."""
 
 
 class RopeKind(Enum):
@@ -129,10 +132,10 @@ def _read_yarn(fields: Fields, theta: float, original: int, max_position_embeddi
         theta=theta,
         factor=fields.number("factor", default=max(1.0, max_position_embeddings / original), low=1.0, above=False),
         original_max_position_embeddings=original,
-        beta_fast=fields.number("beta_fast", default=32.0),
-        beta_slow=fields.number("beta_slow", default=1.0),
+        beta_fast=fields.number("beta_fast", default=32.0, low=_LEAST_TURNS, above=False),
+        beta_slow=fields.number("beta_slow", default=1.0, low=_LEAST_TURNS, above=False),
         attention_factor=fields.optional_number("attention_factor"),
-        mscale=fields.optional_number("mscale", above=False) or None,
-        mscale_all_dim=fields.optional_number("mscale_all_dim", above=False) or None,
+        mscale=fields.optional_number("mscale", high=LARGEST_MSCALE, above=False) or None,
+        mscale_all_dim=fields.optional_number("mscale_all_dim", high=LARGEST_MSCALE, above=False) or None,
         truncate=fields.flag("truncate", default=True),
     )

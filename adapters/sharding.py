@@ -119,11 +119,6 @@ def plan_shards(config: ModelConfig, world_size: int) -> ShardPlan:
     return ShardPlan(config, world_size, axes)
 
 
-def working_counts(config: ModelConfig) -> list[int]:
-    """Every number of ranks that the model can be split over."""
-    return _working(config, _needs(config))
-
-
 def quant_grid(settings: QuantSettings, module: ModuleSpec) -> tuple[int, int]:
     """Multiples at which the outputs and the inputs of `module` may be cut, by how the config says it is stored.
 
@@ -205,14 +200,15 @@ def _working(config: ModelConfig, needs: Mapping[Axis, Need]) -> list[int]:
 
 
 def _refusal(config: ModelConfig, needs: Mapping[Axis, Need], refused: Iterable[Axis], world_size: int) -> str:
-    reasons = [_reason(needs[axis], axis) for axis in refused if axis is not Axis.KV_HEADS or Axis.HEADS not in needs]
-    if isinstance(config.attention, GroupedQueryAttention) and Axis.HEADS in refused:
-        step = needs[Axis.HEADS].step
-        reasons[0] += f" and {config.attention.num_key_value_heads} K/V heads" if step == 1 else ""
-    works = _listed(_working(config, needs))
+    reasons = {axis: _reason(needs[axis], axis) for axis in refused}
+    if isinstance(config.attention, GroupedQueryAttention) and Axis.HEADS in reasons:
+        del reasons[Axis.KV_HEADS]  # they are dealt out together
+        if needs[Axis.HEADS].step == 1:
+            reasons[Axis.HEADS] += f" and {config.attention.num_key_value_heads} K/V heads"
+    works, told = _listed(_working(config, needs)), "; ".join(reasons.values())
     return (
-        f"num_shard: got {world_size}, expected {works}: {config.folder / 'config.json'}: {'; '.join(reasons)}: a cut "
-        f"falls between whole ones, and {world_size} ranks cannot each have some"
+        f"num_shard: got {world_size}, expected {works}: {config.folder / 'config.json'}: {told}: a cut falls between "
+        f"whole ones, and {world_size} ranks cannot each have some"
     )
 
 

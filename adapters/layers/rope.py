@@ -103,6 +103,8 @@ def _plain(theta: float, dim: int) -> torch.Tensor:
 
 def _dynamic(config: RopeConfig, dim: int, positions: torch.Tensor) -> torch.Tensor:
     """`[P, dim/2]`: one set of frequencies a position (see the module's choice)."""
+    if dim == 2:
+        return torch.ones(len(positions), 1)  # a single pair turns by one whatever the base
     original = config.original_max_position_embeddings
     lengths = (positions + 1).clamp(min=original).double()
     stretch = config.factor * lengths / original - (config.factor - 1)

@@ -49,7 +49,7 @@ class RankMemory:
             self._meet(part, 1, late)
 
     def of_all(self, x: torch.Tensor, late: Late) -> torch.Tensor:
-        """`[world, n]` from every rank's `x [n] float32`, n at most a slot; it holds until the call after the next."""
+        """`[world, n]` from every rank's `x [n] float32`, n at most a slot; it holds until the next call."""
         self._meet(x, 0, late)
         return self._slots[self._round.round & 1, :, : x.shape[0]]
 

@@ -57,6 +57,13 @@ def test_the_attention_factor_of_yarn(given: dict[str, float], expected: float) 
     assert attention_factor(config) == pytest.approx(expected)
 
 
+def test_a_single_pair_turns_by_one_whatever_the_dynamic_base() -> None:
+    config = RopeConfig(RopeKind.DYNAMIC, theta=10000.0, factor=4.0, original_max_position_embeddings=64)
+    for position in (0, 63, 64, 500):
+        row = build_table(config, 2, position, position + 1)[0]
+        assert row.tolist() == pytest.approx([math.cos(position), math.sin(position)], abs=1e-4)
+
+
 def test_linear_scaling_turns_position_p_as_plain_rope_turns_p_over_factor() -> None:
     scaled = build_table(RopeConfig(RopeKind.LINEAR, factor=4.0), DIM, 0, 401)
     plain = build_table(RopeConfig(), DIM, 0, 101)

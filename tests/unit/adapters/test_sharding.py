@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from deepseek_tgi.adapters.json_fields import Fields
 from deepseek_tgi.adapters.model_config import GroupedQueryAttention, ModelConfig, parse_model_config
 from deepseek_tgi.adapters.module_table import Axis, ModuleSpec, Side, module_table
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
-from deepseek_tgi.adapters.sharding import ShardPlan, plan_shards, working_counts
+from deepseek_tgi.adapters.sharding import ShardPlan, plan_shards
 from deepseek_tgi.errors import ConfigError
 
 
@@ -43,6 +44,15 @@ def outputs(plan: ShardPlan, suffix: str) -> list[tuple[int, int]]:
     return [(r.start, r.stop) for r in (plan.outputs(spec, rank) for rank in range(plan.world_size))]
 
 
+def counts(config: ModelConfig, limit: int) -> list[int]:
+    """The numbers of ranks below `limit` that are not refused."""
+    works = []
+    for world_size in range(1, limit):
+        with suppress(ConfigError):
+            works.append(plan_shards(config, world_size).world_size)
+    return works
+
+
 def test_an_odd_number_of_groups_is_split_unevenly_between_whole_groups() -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 384}
     three = plan_shards(config_of(tiny_config("llama", **sizes) | awq(128)), 2)
@@ -67,7 +77,7 @@ def test_each_tensor_of_a_mixture_of_experts_is_judged_on_its_own() -> None:
 
 def test_what_cannot_be_split_is_named_with_the_counts_that_work() -> None:
     config = config_of(V2 | awq(64))
-    assert working_counts(config) == [1, 2]
+    assert counts(config, 5) == [1, 2]
     with pytest.raises(ConfigError) as caught:
         plan_shards(config, 4)
     text = str(caught.value)
@@ -111,9 +121,18 @@ def test_more_ranks_than_key_heads_share_them() -> None:
     plan = plan_shards(config, 4)
     assert outputs(plan, "q_proj") == [(0, 48), (48, 96), (96, 144), (144, 192)]
     assert outputs(plan, "k_proj") == [(0, 16), (0, 16), (16, 32), (16, 32)]
-    assert working_counts(config) == [1, 2, 4, 6, 8, 10, 12]
+    assert counts(config, 14) == [1, 2, 4, 6, 8, 10, 12]
     with pytest.raises(ConfigError, match=r"q_proj has 192 outputs of 12 heads and 2 K/V heads.*3 ranks"):
         plan_shards(config, 3)
+
+
+def test_a_refusal_says_of_each_module_what_it_has() -> None:
+    config = config_of(tiny_config("llama", vocab_size=12, num_attention_heads=4, num_key_value_heads=2))
+    with pytest.raises(ConfigError) as caught:
+        plan_shards(config, 16)
+    reasons = str(caught.value).partition("config.json: ")[2].split("; ")
+    assert reasons[0] == "model.embed_tokens has 12 outputs"
+    assert reasons[1].startswith("model.layers.0.self_attn.q_proj has 128 outputs of 4 heads and 2 K/V heads: a cut")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -123,9 +142,8 @@ def test_parts_of_all_ranks_make_up_each_module_and_respect_its_grid(
     name: str, quantisation: dict[str, Any], world_size: int
 ) -> None:
     config = config_of(FAMILIES[name] | quantisation)
-    if world_size not in working_counts(config):
-        with pytest.raises(ConfigError):
-            plan_shards(config, world_size)
+    if world_size not in counts(config, world_size + 1):
+        assert world_size > 2, "two ranks share every model here"
         return
     plan = plan_shards(config, world_size)
     for spec in module_table(config):
