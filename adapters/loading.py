@@ -32,14 +32,16 @@ def load_decoder(config: ModelConfig, checkpoint: Checkpoint, source: WeightSour
     With `progress`, shows a bar on stderr if that is a terminal. Raises `CheckpointError` naming the tensor.
     """
     started = time.monotonic()
-    device = torch.device("cpu")
+    device = source.kernels.device
     parts: list[Part] = []
     for index in _shown(config.num_hidden_layers, progress):
         parts.extend(LAYERS[config.model_type](config, source, index))
         _give_back(checkpoint)
     norm = source.norm("model.norm", config.hidden_size, config.rms_norm_eps)
     embedding, matrix = _load_ends(config, source)
-    head = Head(norm, matrix, [len(rows) for rows in source.vocabulary(config)], source.group)
+    head = Head(
+        norm, matrix, [len(rows) for rows in source.vocabulary(config)], source.group, source.kernels.activation_dtype
+    )
     rope = RopeTable(config.rope, config.rope_dim, config.max_position_embeddings, device)
     checkpoint.skip(
         _extra_layers(config, checkpoint),

@@ -12,13 +12,14 @@ own grid; DeepSeek's query heads are 192 rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
 from deepseek_tgi.adapters.quant_schemes import cut_group
 
-__all__ = ["DenseWeight", "Fp8Weight", "Int4Weight", "Part", "Weight", "fuse"]
+__all__ = ["DenseWeight", "Fp8Weight", "Int4Weight", "Part", "Weight", "fuse", "on_device"]
 
 Outputs = torch.Tensor | slice
 """Which outputs of a layer: `[n] int64`, or a run of them, which stays a view."""
@@ -225,6 +226,14 @@ def fuse(parts: Sequence[Weight]) -> Weight | None:
         codes, scales = torch.cat([part.codes for part in fp8]), torch.cat([part.scales for part in fp8])
         return Fp8Weight(codes, scales, fp8[0].block, _cat_biases(fp8))
     return None
+
+
+def on_device(weight: Weight, device: torch.device) -> Weight:
+    """`weight` with its tensors on `device`."""
+    moved: dict[str, Any] = {
+        f.name: value.to(device) for f in fields(weight) if isinstance(value := getattr(weight, f.name), torch.Tensor)
+    }
+    return replace(weight, **moved)
 
 
 def _cut_side(side: torch.Tensor, old: int, new: int, start: int, stop: int) -> torch.Tensor:

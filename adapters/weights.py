@@ -20,7 +20,7 @@ from deepseek_tgi.adapters.model_config import ModelConfig
 from deepseek_tgi.adapters.parallel import RankGroup
 from deepseek_tgi.adapters.quantization import QuantPlan
 from deepseek_tgi.adapters.sharding import Share
-from deepseek_tgi.adapters.weight_forms import DenseWeight, Fp8Weight, Int4Weight, Part, Weight, fuse
+from deepseek_tgi.adapters.weight_forms import DenseWeight, Fp8Weight, Int4Weight, Part, Weight, fuse, on_device
 from deepseek_tgi.errors import CheckpointError, ConfigError
 from deepseek_tgi.kernels.latent_attention import FORMS
 from deepseek_tgi.kernels.moe import Expert
@@ -47,6 +47,7 @@ class WeightSource:
         if latent_form not in FORMS:
             raise ConfigError(f"mla_prefill: got {latent_form!r}, expected one of {', '.join(FORMS)}")
         self.kernels = kernels
+        self._device = kernels.device
         self.group = group
         self.latent_form = latent_form
         self.formats: Counter[str] = Counter()
@@ -87,18 +88,18 @@ class WeightSource:
         gate_up, down = self._read_gated(name, in_features, inner, False)
         whole = gate_up[0] if len(gate_up) == 1 else DenseWeight(torch.cat([w.dequantise() for w in gate_up]))
         order = whole.order if isinstance(whole, Int4Weight) else None
-        order = None if order is None else order.to(torch.int32)
+        order = None if order is None else order.to(self._device, torch.int32)
         return Expert(self._pack_plain(whole).weight, self._pack_plain(down).weight, order)
 
     def router(self, name: str, num_experts: int, in_features: int) -> DenseLinear:
         """The gate `name` of a mixture of experts, kept in full: a rounded logit sends a token to another expert."""
         (weight,) = self._read((name,), (num_experts,), in_features, False)
         plain = weight.weight if isinstance(weight, DenseWeight) else weight.dequantise()
-        return DenseLinear(self.kernels, self.kernels.pack_dense(plain, exact=True), None)
+        return DenseLinear(self.kernels, self.kernels.pack_dense(plain.to(self._device), exact=True), None)
 
     def norm(self, name: str, size: int, eps: float) -> RmsNorm:
         """The norm `name`, whose weight is kept in float32."""
-        weight = self._plan.tensor(f"{name}.weight", (size,)).to(torch.float32, copy=True)
+        weight = self._plan.tensor(f"{name}.weight", (size,)).to(self._device, torch.float32, copy=True)
         return RmsNorm(self.kernels.rms_norm, weight, eps)
 
     def output_head(self, head: str, embedding: str, config: ModelConfig) -> Linear:
@@ -115,7 +116,9 @@ class WeightSource:
         """
         shape = (config.vocab_size, config.hidden_size)
         rows = self.vocabulary(config)[self._rank]
-        return self._plan.embedding(embedding, head, shape, config.tie_word_embeddings)[rows.start : rows.stop].clone()
+        return self._plan.embedding(embedding, head, shape, config.tie_word_embeddings)[rows.start : rows.stop].to(
+            self._device, copy=True
+        )
 
     def vocabulary(self, config: ModelConfig) -> tuple[range, ...]:
         """Every rank's rows of the embedding table and of the output matrix."""
@@ -123,12 +126,13 @@ class WeightSource:
 
     def dense(self, name: str, out_features: int, in_features: int) -> torch.Tensor:
         """Module `name` as `[N, K] float32`, whatever its stored form."""
-        return self._read((name,), (out_features,), in_features, False)[0].dequantise()
+        weight = self._read((name,), (out_features,), in_features, False)[0]
+        return on_device(weight, self._device).dequantise()
 
     def bias(self, name: str, out_features: int) -> torch.Tensor:
         """This rank's part of the bias of module `name`, `[N] float32`."""
         whole = out_features if self._share is None else self._share.shape(name)[0]
-        bias = self._plan.tensor(f"{name}.bias", (whole,)).to(torch.float32, copy=True)
+        bias = self._plan.tensor(f"{name}.bias", (whole,)).to(self._device, torch.float32, copy=True)
         own = range(whole) if self._share is None else self._share.outputs(name)
         return bias[own.start : own.stop]
 
@@ -141,7 +145,7 @@ class WeightSource:
         if routing.group_rank is not GroupRank.BEST_TWO:
             return None
         name = f"{gate}.e_score_correction_bias"
-        bias = self._plan.tensor(name, (routing.num_experts,)).to(torch.float32, copy=True)
+        bias = self._plan.tensor(name, (routing.num_experts,)).to(self._device, torch.float32, copy=True)
         if not bool(bias.isfinite().all()):
             raise CheckpointError(f"{name}: got values that are not finite, expected a bias that experts rank by")
         return bias
@@ -216,10 +220,11 @@ class WeightSource:
     def _pack(self, weight: Weight) -> DenseLinear | Int4Linear | OrderedLinear:
         plain = self._pack_plain(weight)
         order = weight.order if isinstance(weight, Int4Weight) else None
-        return plain if order is None else OrderedLinear(self.kernels, plain, order)
+        return plain if order is None else OrderedLinear(self.kernels, plain, order.to(self._device))
 
     def _pack_plain(self, weight: Weight) -> DenseLinear | Int4Linear:
         """The product over inputs as the codes have them."""
+        weight = on_device(weight, self._device)
         bias = None if weight.bias is None else weight.bias.to(torch.float32, copy=True)
         if isinstance(weight, Int4Weight):
             packed = self.kernels.pack_int4(weight.codes, weight.zeros, weight.scales, weight.group_size)

@@ -21,6 +21,11 @@ def padded(width: int) -> int:
     return -(-width // ALIGNMENT_FLOATS) * ALIGNMENT_FLOATS
 
 
+def padded_floats(width: int, item_bytes: int = 4) -> int:
+    """Floats that `width` items take, rounded up alike."""
+    return padded(-(-width * item_bytes // 4))
+
+
 @dataclass(frozen=True, slots=True)
 class StepSizes:
     """What decides a step's temporary memory: `scratch_floats`, from a number of tokens to what the part takes that

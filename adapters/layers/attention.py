@@ -10,7 +10,7 @@ import torch
 from deepseek_tgi.adapters.key_frames import LearningAttention, bias_frame, with_scales
 from deepseek_tgi.adapters.layers.linear import Linear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
-from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, padded
+from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, floats_of
 from deepseek_tgi.adapters.model_config import GroupedQueryAttention, ModelConfig
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.kernels.frame import Frame
@@ -34,6 +34,8 @@ class Attention(Part):
     Owner of the layer's `frame`, in which low-bit caches store; set before the first request is served.
     """
 
+    ops = ("qkv_attention",)
+
     def __init__(
         self,
         layer: int,
@@ -49,6 +51,7 @@ class Attention(Part):
         self._kernels = kernels
         self.frame = frame
         self._scale = spec.head_dim**-0.5
+        self._dtype = kernels.activation_dtype
         self._widths = (weights.norm.size, spec.q_width + 2 * spec.kv_width, spec.q_width)
 
     @classmethod
@@ -87,7 +90,7 @@ class Attention(Part):
 
     def scratch_floats(self, num_tokens: int) -> int:
         """See `Part`."""
-        return num_tokens * sum(padded(w) for w in self._widths)
+        return num_tokens * floats_of(self._widths, self._dtype)
 
     @property
     def binding(self) -> tuple[Any, ...]:
@@ -104,7 +107,7 @@ class Attention(Part):
     def bind(self, scratch: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Buffers `normed [T, H]`, `qkv [T, W]`, its views `q [T, Hq, D]`, `k`, `v [T, G, D]`, and `context` twice."""
         spec = self._spec
-        normed, qkv, context = cut(scratch, num_tokens, self._widths)
+        normed, qkv, context = cut(scratch, num_tokens, self._widths, self._dtype)
         q_end, k_end = spec.q_width, spec.q_width + spec.kv_width
         q, k, v = qkv[:, :q_end], qkv[:, q_end:k_end], qkv[:, k_end:]
         heads = (num_tokens, spec.num_attention_heads, spec.head_dim)

@@ -20,6 +20,8 @@ class Head:
     matrix: Linear
     widths: Sequence[int]
     group: RankGroup | None = None
+    dtype: torch.dtype = torch.float32
+    """Of activations; the logits are float32."""
 
     @property
     def vocab_size(self) -> int:
@@ -39,5 +41,6 @@ class Head:
         if rows.shape[0] != hidden.shape[0]:
             hidden = hidden.index_select(0, rows)
         own = hidden.new_empty(hidden.shape[0], self.widths[0 if self.group is None else self.group.rank])
-        self.matrix(self.norm(hidden, hidden), None, own)
+        normed = hidden if self.dtype == hidden.dtype else torch.empty_like(hidden, dtype=self.dtype)
+        self.matrix(self.norm(hidden, normed), None, own)
         return own if self.group is None else self.group.gather_columns(own, self.widths)

@@ -19,8 +19,9 @@ from deepseek_tgi.kernels.select import KernelSet
 class Linear(ABC):
     """`out = x W^T + bias (+ residual)`; `out` and `residual` may be the same tensor.
 
-    Shapes: `x [T, K]`, `residual`/`out [T, N]`, all float32 and dense, except that rows may lie apart in the `x` of
-    `after_norm`. `scratch` has the shape of the product's input and is dense.
+    Shapes: `x [T, K]`, `residual`/`out [T, N]`, all dense, except that rows may lie apart in the `x` of `after_norm`.
+    `x` is of the set's activation dtype (the residual stream in `after_norm`), `residual` and `out` are the stream or
+    activations. `scratch` has the shape and dtype of the product's input and is dense.
     """
 
     def __init__(self, kernels: KernelSet) -> None:
@@ -147,7 +148,7 @@ class SplitLinear(Linear):
             if x.shape[0] == 1:
                 part(x, None if residual is None else residual[:, at:end], columns)
             else:
-                own = part(x, None, x.new_empty(columns.shape))
+                own = part(x, None, out.new_empty(columns.shape))
                 columns.copy_(own if residual is None else own.add_(residual[:, at:end]))
             at = end
         return out

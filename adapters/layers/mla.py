@@ -14,7 +14,7 @@ import torch
 
 from deepseek_tgi.adapters.layers.linear import Linear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
-from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, padded
+from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, floats_of
 from deepseek_tgi.adapters.layers.rope import softmax_factor
 from deepseek_tgi.adapters.model_config import LatentAttention, ModelConfig
 from deepseek_tgi.adapters.weights import WeightSource
@@ -50,6 +50,8 @@ class MlaWeights:
 class Mla(Part):
     """Latent attention of one layer."""
 
+    ops = ("latent_prepare", "latent_attention")
+
     def __init__(self, layer: int, config: ModelConfig, weights: MlaWeights, source: WeightSource) -> None:
         spec = config.attention
         assert isinstance(spec, LatentAttention), "the family's reader gives latent attention"
@@ -63,6 +65,7 @@ class Mla(Part):
         self._heads = weights.up.num_heads
         self._kept = replace(latent_sizes(spec, config.max_position_embeddings), num_heads=self._heads)
         self._threads = source.kernels.num_threads if source.kernels.name == "native" else 0
+        self._dtype = source.kernels.activation_dtype
         first = spec.q_lora_rank or self._heads * spec.qk_head_dim
         second = self._heads * spec.qk_head_dim if spec.q_lora_rank else 0
         latent = spec.kv_lora_rank + spec.qk_rope_head_dim
@@ -102,7 +105,7 @@ class Mla(Part):
 
     def scratch_floats(self, num_tokens: int) -> int:
         """See `Part`."""
-        return num_tokens * sum(padded(w) for w in self._widths)
+        return num_tokens * floats_of(self._widths, self._dtype)
 
     def kept_floats(self, num_tokens: int) -> int:
         """See `Part`."""
@@ -123,9 +126,9 @@ class Mla(Part):
         heads, `latent [T, R]` and `rope [T, Dr]`, views of `down`, and the `context` as heads and as rows.
         """
         spec, rank = self._spec, self._spec.q_lora_rank or 0
-        _, down, queries, context = cut(scratch, num_tokens, self._widths)
+        _, down, queries, context = cut(scratch, num_tokens, self._widths, self._dtype)
         # The first stretch holds one of two norms at a time: that of the residual stream is used up by then.
-        normed, low_normed = (scratch[: num_tokens * n].view(num_tokens, n) for n in (self._weights.norm.size, rank))
+        normed, low_normed = (cut(scratch, num_tokens, (n,), self._dtype)[0] for n in (self._weights.norm.size, rank))
         low = down[:, :rank]
         latent = down[:, -(spec.kv_lora_rank + spec.qk_rope_head_dim) : -spec.qk_rope_head_dim]
         rope = down[:, -spec.qk_rope_head_dim :]

@@ -9,7 +9,7 @@ import torch
 
 from deepseek_tgi.adapters.layers.linear import Linear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
-from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, padded
+from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, floats_of
 from deepseek_tgi.adapters.layers.partial import PartialSum
 from deepseek_tgi.adapters.model_config import MixtureOfExperts, ModelConfig
 from deepseek_tgi.adapters.weights import WeightSource
@@ -32,6 +32,8 @@ class Moe(Part):
     Between ranks routed and shared experts are added up together.
     """
 
+    ops = ("route", "moe")
+
     def __init__(self, spec: MixtureOfExperts, weights: MoeWeights, source: WeightSource) -> None:
         self._routing = spec.routing
         self._weights = weights
@@ -39,7 +41,8 @@ class Moe(Part):
         self._moe = source.kernels.moe
         self._sum = PartialSum(source.group)
         top_k = spec.routing.top_k
-        self._widths = (weights.norm.size, spec.routing.num_experts, top_k, top_k)
+        self._dtype = source.kernels.activation_dtype
+        self._width, self._widths = weights.norm.size, (spec.routing.num_experts, top_k, top_k)
 
     @classmethod
     def load(cls, source: WeightSource, name: str, norm: str, config: ModelConfig) -> Moe:
@@ -60,13 +63,12 @@ class Moe(Part):
 
     def scratch_floats(self, num_tokens: int) -> int:
         """See `Part`."""
-        own = num_tokens * sum(padded(w) for w in self._widths)
-        return own + self._weights.experts.scratch_floats(num_tokens, self._routing.top_k)
+        return num_tokens * self._own_floats() + self._weights.experts.scratch_floats(num_tokens, self._routing.top_k)
 
     @property
     def binding(self) -> tuple[Any, ...]:
         """See `Part`."""
-        return ("moe", *self._widths)
+        return ("moe", self._width, *self._widths)
 
     @property
     def nbytes(self) -> int:
@@ -77,9 +79,14 @@ class Moe(Part):
 
     def bind(self, scratch: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Buffers `normed [T, H]`, `logits [T, E]`, `ids [T, k] int32`, `weights [T, k]`, and the rest for experts."""
-        normed, logits, ids, weights = cut(scratch, num_tokens, self._widths)
-        rest = scratch[num_tokens * sum(padded(w) for w in self._widths) :]
-        return normed, logits, ids.view(torch.int32), weights, rest
+        (normed,) = cut(scratch, num_tokens, (self._width,), self._dtype)
+        behind = scratch[num_tokens * floats_of((self._width,), self._dtype) :]
+        logits, ids, weights = cut(behind, num_tokens, self._widths)
+        return normed, logits, ids.view(torch.int32), weights, scratch[num_tokens * self._own_floats() :]
+
+    def _own_floats(self) -> int:
+        """Of each token, besides what the experts take."""
+        return floats_of((self._width,), self._dtype) + floats_of(self._widths)
 
     def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
         """See `Part`."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from deepseek_tgi.adapters.workspace import padded
+from deepseek_tgi.adapters.workspace import padded, padded_floats
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.pages import LatentPages, LayerPages, PagesByLayer
 
-__all__ = ["Part", "StepContext", "cut", "padded"]
+__all__ = ["Part", "StepContext", "cut", "floats_of", "padded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,9 @@ class StepContext:
 
 
 class Part(ABC):
-    """One residual part: `hidden += f(norm(hidden))`."""
+    """One residual part: `hidden += f(norm(hidden))`. `ops` names the ops of the kernel set that it runs by itself."""
+
+    ops: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def scratch_floats(self, num_tokens: int) -> int:
@@ -72,10 +74,18 @@ class Part(ABC):
         """Add this part's output to `hidden [T, H] float32` in place, using what `bind` made."""
 
 
-def cut(scratch: torch.Tensor, num_tokens: int, widths: Sequence[int]) -> list[torch.Tensor]:
-    """Consecutive dense buffers `[num_tokens, width]` of `scratch`, each on an aligned start."""
+def cut(
+    scratch: torch.Tensor, num_tokens: int, widths: Sequence[int], dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """Consecutive dense buffers `[num_tokens, width]` of `dtype` from `scratch`, float32, each on an aligned start."""
+    items, per_float = scratch.view(dtype), 4 // dtype.itemsize
     buffers, at = [], 0
     for width in widths:
-        buffers.append(scratch[at : at + num_tokens * width].view(num_tokens, width))
-        at += num_tokens * padded(width)
+        buffers.append(items[at : at + num_tokens * width].view(num_tokens, width))
+        at += num_tokens * padded_floats(width, dtype.itemsize) * per_float
     return buffers
+
+
+def floats_of(widths: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
+    """Floats of scratch that `cut` takes of each token for `widths`."""
+    return sum(padded_floats(width, dtype.itemsize) for width in widths)

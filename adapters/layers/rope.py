@@ -24,14 +24,17 @@ class RopeTable:
     """Owner of the table `[P, D] float32` (cosines of the D/2 pairs, then sines), grown as contexts get longer.
 
     A row depends on its position alone, so growing never changes a row. Angles are float32 products, as in the
-    reference the models were trained and judged with.
+    reference the models were trained and judged with. On a GPU the table is whole from the start, rounded up to
+    `FIRST_ROWS`: CUDA graphs hold its address.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> None:
         self._config = config
         self._head_dim = head_dim
         self._device = device
-        self._table = build_table(config, head_dim, 0, min(FIRST_ROWS, max_positions)).to(device)
+        whole = -(-max_positions // FIRST_ROWS) * FIRST_ROWS
+        rows = min(FIRST_ROWS, max_positions) if device.type == "cpu" else whole
+        self._table = build_table(config, head_dim, 0, rows).to(device)
 
     def covering(self, num_positions: int) -> torch.Tensor:
         """The table with at least `num_positions` rows."""

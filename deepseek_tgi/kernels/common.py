@@ -12,7 +12,10 @@ from deepseek_tgi.errors import ConfigError, GenerationError
 from deepseek_tgi.kernels.precision import ComputeDtype
 
 __all__ = [
+    "ACTIVATIONS",
+    "FLOAT32",
     "ComputeDtype",
+    "Dtypes",
     "Int4Tensors",
     "PackedDense",
     "PackedInt4",
@@ -25,8 +28,17 @@ __all__ = [
     "check_linear",
     "describe",
     "finish_linear",
+    "named",
+    "on_host",
     "refuse",
 ]
+
+
+Dtypes = frozenset[torch.dtype]
+FLOAT32: Dtypes = frozenset({torch.float32})
+"""What an implementation that knows addresses only takes as activations."""
+ACTIVATIONS: Dtypes = frozenset({torch.float32, torch.bfloat16})
+"""What inner activations may be (`KernelSet.activation_dtype`); the residual stream and logits are float32 always."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +146,16 @@ def describe(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
+def named(dtypes: Dtypes) -> str:
+    """`float32`, or `bfloat16 or float32`, for a message."""
+    return " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """True if looking at values costs nothing: what a kernel checks of them elsewhere, whoever moved them has."""
+    return tensor.device.type == "cpu"
+
+
 def check_int4(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group_size: int) -> Int4Tensors:
     """Check an INT4 weight before packing. Raises `ConfigError` naming the tensor that does not fit."""
     if codes.dim() != 2 or codes.dtype != torch.uint8:
@@ -174,22 +196,29 @@ def check_linear(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     out: torch.Tensor | None,
+    *,
+    dtypes: Dtypes = FLOAT32,
 ) -> None:
-    """Check the operands of `out = x @ w.T + bias + residual`. Raises `GenerationError`."""
-    if x.dim() != 2 or x.dtype != torch.float32 or x.shape[1] != w.in_features:
-        refuse(f"linear: got {describe('x', x)}, expected [M, {w.in_features}] float32")
-    check_addends((x.shape[0], w.out_features), bias, residual, out)
+    """Check the operands of `out = x @ w.T + bias + residual`, activations in `dtypes`. Raises `GenerationError`."""
+    if x.dim() != 2 or x.dtype not in dtypes or x.shape[1] != w.in_features:
+        refuse(f"linear: got {describe('x', x)}, expected [M, {w.in_features}] {named(dtypes)}")
+    check_addends((x.shape[0], w.out_features), bias, residual, out, dtypes=dtypes)
 
 
 def check_addends(
-    shape: tuple[int, int], bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor | None
+    shape: tuple[int, int],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    *,
+    dtypes: Dtypes = FLOAT32,
 ) -> None:
     """Check what is added to a product of `shape` [M, N] and where it goes. Raises `GenerationError`."""
     if bias is not None and (bias.dtype != torch.float32 or tuple(bias.shape) != shape[1:]):
         refuse(f"linear: got {describe('bias', bias)}, expected [{shape[1]}] float32")
     for name, tensor in (("residual", residual), ("out", out)):
-        if tensor is not None and (tensor.dtype != torch.float32 or tuple(tensor.shape) != shape):
-            refuse(f"linear: got {describe(name, tensor)}, expected {list(shape)} float32")
+        if tensor is not None and (tensor.dtype not in dtypes or tuple(tensor.shape) != shape):
+            refuse(f"linear: got {describe(name, tensor)}, expected {list(shape)} {named(dtypes)}")
 
 
 def finish_linear(

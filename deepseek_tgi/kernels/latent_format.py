@@ -47,7 +47,7 @@ def quantise_latent(x: torch.Tensor, mode: str, group: int) -> tuple[torch.Tenso
     """
     parts = x.float().clamp(-HALF_MAX, HALF_MAX).reshape(*x.shape[:-1], -1, group)
     if mode == "int4":
-        return _quantise_rotated(hadamard(parts * signs(group)) / group)
+        return _quantise_rotated(hadamard(parts * signs(group, x.device)) / group)
     scale = half_towards(parts.abs().amax(-1) / LARGEST[mode], up=True)
     step = torch.where(scale > 0, scale, 1.0).float().unsqueeze(-1)
     steps = torch.where(scale.isnan().unsqueeze(-1), 0.0, parts / step).flatten(-2)
@@ -79,7 +79,7 @@ def error_bound(x: torch.Tensor, mode: str, group: int) -> torch.Tensor:
     if mode in {"bfloat16", "float16"}:
         return largest * 2.0 ** (-8 if mode == "bfloat16" else -11) + tiny
     if mode == "int4":
-        top = hadamard(parts * signs(group)).abs().amax(-1) / group
+        top = hadamard(parts * signs(group, x.device)).abs().amax(-1) / group
         scale = top / LEVELS[-1] * (1 + _MANTISSA_STEP) + 2.0**-17 / _SCALE_UNIT
         return scale * _WIDEST_GAP * group * (1 + 2.0**-16)
     step = largest / LARGEST[mode] * (1 + 2.0**-10) + tiny
@@ -100,14 +100,14 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def signs(group: int) -> torch.Tensor:
+def signs(group: int, device: torch.device | None = None) -> torch.Tensor:
     """Diagonal of D, `[group]`."""
-    return torch.tensor([-1.0 if i % 16 in TURNED else 1.0 for i in range(group)])
+    return torch.tensor([-1.0 if i % 16 in TURNED else 1.0 for i in range(group)], device=device)
 
 
 def unrotate(y: torch.Tensor) -> torch.Tensor:
     """`D H y` along the last axis: INT4's rotation undone."""
-    return hadamard(y) * signs(y.shape[-1])
+    return hadamard(y) * signs(y.shape[-1], y.device)
 
 
 def scale_of(byte: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _quantise_rotated(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     top = y.abs().amax(-1)
     bits = half_towards(torch.nan_to_num(top) / LEVELS[-1] * _SCALE_UNIT, up=True).view(torch.int16)
     first = bits.int() + 127 >> 7
-    kept, smallest, codes = first, torch.full_like(top, float("inf")), torch.empty(y.shape, dtype=torch.uint8)
+    kept, smallest, codes = first, torch.full_like(top, float("inf")), torch.empty_like(y, dtype=torch.uint8)
     for trial in range(SCALE_TRIALS):
         byte = (first - trial).clamp(min=0)
         found, error = _nearest(y, scale_of(byte).unsqueeze(-1))
@@ -133,10 +133,12 @@ def _quantise_rotated(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _nearest(y: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of `y [..., g]` at `scale [..., 1]` and the group's squared error, summed half onto half."""
     steps = y / torch.where(scale > 0, scale, 1.0)
-    index = torch.bucketize(steps.abs(), torch.tensor(_MIDDLES))  # the smaller level where two are equally near
+    index = torch.bucketize(
+        steps.abs(), torch.tensor(_MIDDLES, device=y.device)
+    )  # the smaller level where two are equally near
     index = torch.where(steps.isnan(), 0, index)
     codes = torch.where(steps > 0, 8 + index, 7 - index)
-    error = (y - _levels()[codes] * scale).square()
+    error = (y - _levels(y.device)[codes] * scale).square()
     while error.shape[-1] > 1:
         low, high = error.chunk(2, -1)
         error = low + high
@@ -145,9 +147,9 @@ def _nearest(y: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def _dequantise_rotated(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     parts = codes.view(*scale.shape, -1)
-    levels = _levels()[torch.cat((parts & 15, parts >> 4), -1).long()]
+    levels = _levels(codes.device)[torch.cat((parts & 15, parts >> 4), -1).long()]
     return unrotate(levels * scale_of(scale).unsqueeze(-1)).flatten(-2)
 
 
-def _levels() -> torch.Tensor:
-    return torch.tensor([*(-level for level in reversed(LEVELS)), *LEVELS])
+def _levels(device: torch.device) -> torch.Tensor:
+    return torch.tensor([*(-level for level in reversed(LEVELS)), *LEVELS], device=device)

@@ -31,20 +31,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WISHES = ("auto", "native", "torch", "reference")
+WISHES = ("auto", "native", "cuda", "triton", "torch", "reference")
+_CPU_ONLY, _GPU_ONLY = frozenset({"native"}), frozenset({"cuda", "triton"})
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
     """The ops, each a plain callable with the contract of its folder; weights packed by one set run on that set only.
 
-    `name` is the implementation, `reason` why it was chosen.
+    `name` is the implementation, `reason` why it was chosen. Weights are packed on `device`. Inner activations are of
+    `activation_dtype`; the residual stream, router and output logits are float32.
     """
 
     name: str
     reason: str
     compute_dtype: ComputeDtype
     num_threads: int
+    device: torch.device
+    activation_dtype: torch.dtype
     pack_int4: PackInt4
     int4_linear: Int4Linear
     norm_int4_linear: NormInt4Linear
@@ -91,6 +96,8 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
         reason=reason,
         compute_dtype=compute_dtype,
         num_threads=num_threads,
+        device=_CPU,
+        activation_dtype=torch.float32,
         pack_int4=int4.pack_int4,
         int4_linear=int4.int4_linear,
         norm_int4_linear=fused.after_norm(norm.rms_norm, int4.int4_linear),
@@ -115,7 +122,8 @@ def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Ke
     )
 
 
-def _torch(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> KernelSet:
+def torch_kernels(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> KernelSet:
+    """The set made of torch's operators, which run on any device; `select_kernels` is the usual door."""
     from deepseek_tgi.kernels.dense_linear import cpu as dense
     from deepseek_tgi.kernels.embedding import cpu as embedding
     from deepseek_tgi.kernels.int4_linear import cpu as int4
@@ -138,6 +146,8 @@ def _torch(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> Kernel
         reason=reason,
         compute_dtype=compute_dtype,
         num_threads=num_threads,
+        device=_CPU,
+        activation_dtype=torch.float32,
         pack_int4=int4.packer(compute_dtype),
         int4_linear=int4.int4_linear,
         norm_int4_linear=fused.after_norm(norm.rms_norm, int4.int4_linear),
@@ -187,6 +197,8 @@ def native_kernels(library: NativeLibrary, compute_dtype: ComputeDtype, num_thre
         reason=reason,
         compute_dtype=compute_dtype,
         num_threads=num_threads,
+        device=_CPU,
+        activation_dtype=torch.float32,
         pack_int4=int4.Packer(library, compute_dtype, num_threads),
         int4_linear=ops.int4_linear,
         norm_int4_linear=ops.norm_int4_linear,
@@ -221,7 +233,7 @@ def _native_or_torch(compute_dtype: ComputeDtype, num_threads: int, wish: str) -
         if wish == "native":
             raise ConfigError(f"kernels: native was asked for, but {error}; auto falls back to torch") from error
         logger.warning("kernels: %s; falling back to torch operators, which are several times slower", error)
-        return _torch(compute_dtype, num_threads, str(error))
+        return torch_kernels(compute_dtype, num_threads, str(error))
     return native_kernels(
         library, compute_dtype, num_threads, "asked for" if wish == "native" else "built for this CPU"
     )
@@ -235,19 +247,26 @@ def select_kernels(
 ) -> KernelSet:
     """Choose the kernels for a model; call once at load.
 
-    `wish` is `auto`, `native`, `torch` or `reference`; `num_threads` 0 means what this process may use. Also sets
-    torch's own thread count (see `threads.torch_threads`). Raises `ConfigError` for a wish that cannot be had.
+    `wish` is one of `WISHES`: `native` is for CPUs, `cuda` and `triton` for GPUs. `num_threads` 0 means what this
+    process may use. Also sets torch's own thread count (see `threads.torch_threads`). Raises `ConfigError` for a wish
+    that cannot be had.
     """
     if wish not in WISHES:
         raise ConfigError(f"kernels: got {wish!r}, expected one of {', '.join(WISHES)}")
     where = torch.device(device)
-    if where.type != "cpu":
-        raise ConfigError(f"kernels: got device {where}, expected cpu (no kernels for other devices in this version)")
+    if where.type not in ("cpu", "cuda"):
+        raise ConfigError(f"kernels: got device {where}, expected cpu or cuda")
+    if wish in (_GPU_ONLY if where.type == "cpu" else _CPU_ONLY):
+        raise ConfigError(f"kernels: {wish} was asked for, but it is not for a {where.type} device")
     threads = usable_threads(num_threads)
-    if wish == "reference":
+    if where.type == "cuda":
+        from deepseek_tgi.kernels.device_set import device_kernels
+
+        chosen = device_kernels(where, compute_dtype, wish, threads)
+    elif wish == "reference":
         chosen = _reference(compute_dtype, threads, "asked for")
     elif wish == "torch":
-        chosen = _torch(compute_dtype, threads, "asked for")
+        chosen = torch_kernels(compute_dtype, threads, "asked for")
     else:
         chosen = _native_or_torch(compute_dtype, threads, wish)
     torch.set_num_threads(torch_threads(threads, chosen.name == "native"))

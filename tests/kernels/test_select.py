@@ -146,7 +146,13 @@ def test_an_abandoned_build_is_swept_and_the_compilers_files_are_in_the_build_fo
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
-    [({"wish": "fast"}, "expected one of auto, native, torch, reference"), ({"device": "meta"}, "expected cpu")],
+    [
+        ({"wish": "fast"}, "expected one of auto, native, cuda, triton"),
+        ({"device": "meta"}, "expected cpu or cuda"),
+        ({"wish": "cuda"}, "not for a cpu device"),
+        ({"wish": "native", "device": "cuda"}, "not for a cuda device"),
+        ({"wish": "reference", "device": "cuda"}, "for CPUs"),
+    ],
 )
 def test_wishes_that_cannot_be_had_are_refused(arguments: dict[str, str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):

@@ -1,10 +1,11 @@
 """`x @ w.T` with a dense weight (layers kept out of quantisation, the output head) or one of 8-bit floats in blocks.
 
-`dense_linear(x [M, K] f32, w, bias [N] f32 | None, residual [M, N] f32 | None, out [M, N] f32 | None) -> [M, N] f32`.
-Accumulates in float32; `M` may be 0; `out` may be `residual`. Storage is bfloat16 or float32 as `pack_dense` decides
-from the compute dtype (float32 compute never stores less than the checkpoint does; an `exact` weight keeps every bit
-whatever the compute dtype, and so do its products' activations). `pack_fp8` keeps codes at one byte
-a weight; they enter the products exactly, `w = code * scale`.
+`dense_linear(x [M, K], w, bias [N] f32 | None, residual [M, N] | None, out [M, N] | None) -> [M, N]`: x activations,
+residual and out the residual stream (f32) or activations; without `out` a fresh f32. Accumulates in float32; `M` may be
+0; `out` may be `residual`. Storage is bfloat16 or float32 as `pack_dense` decides from the compute dtype (float32
+compute never stores less than the checkpoint does; an `exact` weight keeps every bit whatever the compute dtype, and so
+do its products' activations). `pack_fp8` keeps codes at one byte a weight; they enter the products exactly, `w = code *
+scale`.
 """
 
 from __future__ import annotations

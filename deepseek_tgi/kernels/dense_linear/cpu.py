@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from deepseek_tgi.kernels.common import (
+    ACTIVATIONS,
     ComputeDtype,
     PackedDense,
     PlainDense,
@@ -38,7 +39,7 @@ class TorchFp8(PlainFp8):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [M, K]` times the weight, `[M, N] float32`."""
-        y = x.new_empty(x.shape[0], self.out_features)
+        y = x.new_empty((x.shape[0], self.out_features), dtype=torch.float32)
         cast = x.to(self.dtype)
         step = max(16, _TILE_ELEMENTS // self.in_features)
         for start in range(0, self.out_features, step):
@@ -76,7 +77,7 @@ def dense_linear(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See the contract."""
-    check_linear(x, w, bias, residual, out)
+    check_linear(x, w, bias, residual, out, dtypes=ACTIVATIONS)
     if isinstance(w, TorchFp8):
         return finish_linear(w.multiply(x), bias, residual, out)
     assert isinstance(w, TorchDense)

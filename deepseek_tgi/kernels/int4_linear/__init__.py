@@ -1,11 +1,11 @@
 """`x @ w.T` with an INT4 weight that stays INT4 in memory: `w = (codes - zeros) * scales`, asymmetric, grouped along K.
 
-`int4_linear(x [M, K] f32, w, bias [N] f32 | None, residual [M, N] f32 | None, out [M, N] f32 | None) -> [M, N] f32`.
-Accumulates in float32; `M` may be 0; rows of `x` may lie apart, each dense; `out` may be `residual`. Weights enter the
-products exactly as stored.
-Two fused forms give the same bits as their parts: `norm_int4_linear(x, norm_weight, eps, w)` is
-`int4_linear(rms_norm(x), w)`, `silu_int4_linear(gate_up [M, 2K], w)` is `int4_linear(silu_mul(gate_up), w)`.
-Raises `GenerationError` for operands that do not fit, `ConfigError` from packing.
+`int4_linear(x [M, K], w, bias [N] f32 | None, residual [M, N] | None, out [M, N] | None) -> [M, N]`: x activations,
+residual and out the residual stream (f32) or activations; without `out` a fresh f32. Accumulates in float32; `M` may be
+0; rows of `x` may lie apart, each dense; `out` may be `residual`. Weights enter the products exactly as stored. Two
+fused forms give the same bits as their parts: `norm_int4_linear(x, norm_weight, eps, w)` is `int4_linear(rms_norm(x),
+w)`, `silu_int4_linear(gate_up [M, 2K], w)` is `int4_linear(silu_mul(gate_up), w)`. Raises `GenerationError` for
+operands that do not fit, `ConfigError` from packing.
 """
 
 from __future__ import annotations

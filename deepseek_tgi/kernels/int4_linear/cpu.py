@@ -10,7 +10,16 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_tgi.kernels.common import ComputeDtype, Int4Tensors, PackedInt4, check_int4, check_linear, finish_linear
+from deepseek_tgi.kernels.common import (
+    ACTIVATIONS,
+    ComputeDtype,
+    Int4Tensors,
+    PackedInt4,
+    check_int4,
+    check_linear,
+    finish_linear,
+    on_host,
+)
 from deepseek_tgi.kernels.int4_linear import PackInt4
 
 _TILE_ELEMENTS = 1 << 20
@@ -74,7 +83,8 @@ class OperatorInt4(PackedInt4):
 
 
 def _operator_takes(tensors: Int4Tensors) -> bool:
-    return tensors.group_size in _OP_GROUP_SIZES and tensors.codes.shape[0] % _OP_N_MULTIPLE == 0
+    fits = tensors.group_size in _OP_GROUP_SIZES and tensors.codes.shape[0] % _OP_N_MULTIPLE == 0
+    return fits and on_host(tensors.codes)
 
 
 def packer(compute_dtype: ComputeDtype) -> PackInt4:
@@ -98,12 +108,12 @@ def int4_linear(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See the contract."""
-    check_linear(x, w, bias, residual, out)
+    check_linear(x, w, bias, residual, out, dtypes=ACTIVATIONS)
     if isinstance(w, OperatorInt4):
-        y = w.multiply(x.to(torch.bfloat16)) if x.shape[0] else x.new_zeros((0, w.out_features))
+        y = w.multiply(x.to(torch.bfloat16)) if x.shape[0] else x.new_zeros((0, w.out_features), dtype=torch.float32)
         return finish_linear(y, bias, residual, out)
     assert isinstance(w, NibbleInt4)
-    y = x.new_empty((x.shape[0], w.out_features))
+    y = x.new_empty((x.shape[0], w.out_features), dtype=torch.float32)
     cast = x.to(w.dtype)
     step = max(16, _TILE_ELEMENTS // w.in_features)
     for start in range(0, w.out_features, step):

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from deepseek_tgi.kernels.silu_mul import SiluMul
 
 
-def after_norm(rms_norm: RmsNorm, int4_linear: Int4Linear) -> NormInt4Linear:
-    """`int4_linear(rms_norm(x), w)`."""
+def after_norm(rms_norm: RmsNorm, int4_linear: Int4Linear, dtype: torch.dtype = torch.float32) -> NormInt4Linear:
+    """`int4_linear(rms_norm(x), w)`, what is between them in `dtype`."""
 
     def norm_int4_linear(
         x: torch.Tensor,
@@ -26,7 +26,8 @@ def after_norm(rms_norm: RmsNorm, int4_linear: Int4Linear) -> NormInt4Linear:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return int4_linear(rms_norm(x, norm_weight, eps), w, bias, None, out)
+        between = None if dtype == x.dtype else torch.empty_like(x, dtype=dtype)
+        return int4_linear(rms_norm(x, norm_weight, eps, between), w, bias, None, out)
 
     return norm_int4_linear
 

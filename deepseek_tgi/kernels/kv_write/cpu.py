@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from deepseek_tgi.kernels.common import ACTIVATIONS
 from deepseek_tgi.kernels.frame import PlacedFrame
 from deepseek_tgi.kernels.kv_write import check_kv_write
 from deepseek_tgi.kernels.pages import LayerPages
@@ -14,7 +15,8 @@ def kv_write(
     pages: LayerPages, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, placed: PlacedFrame | None = None
 ) -> None:
     """See the contract."""
-    check_kv_write(pages, k, v, slots, placed)
+    check_kv_write(pages, k, v, slots, placed, dtypes=ACTIVATIONS)
+    k, v = k.float(), v.float()
     positions = slots if placed is None else placed.positions
     kept = slots >= 0
     if not bool(kept.all()):

@@ -2,11 +2,11 @@
 
 `pack_up(weight [H * (Dn + Dv), R] f32, num_heads, nope_dim) -> PackedUp`: the up-projection `kv_b_proj`, rows of a head
 being its Dn key rows, then its Dv value rows.
-`latent_attention(q [T, H, Dr + Dn] f32, pages: LatentPages, up, inputs, scale, out [T, H, Dv]) -> out`. A query head is
-its rotary part, already rotated, then the part without position. Query `i` of request `b` stands at position
-`cache_lens[b] + i` and sees positions 0 to its own, read from the pages only (so `latent_write` of the step comes
-first). The key of head h at position p is `(rope[p], up_k[h] latent[p])`, its value `up_v[h] latent[p]`; the score is
-their product with q times `scale`; softmax and sums are float32.
+`latent_attention(q [T, H, Dr + Dn], pages: LatentPages, up, inputs, scale, out [T, H, Dv]) -> out`, q and out
+activations. A query head is its rotary part, already rotated, then the part without position. Query `i` of request `b`
+stands at position `cache_lens[b] + i` and sees positions 0 to its own, read from the pages only (so `latent_write` of
+the step comes first). The key of head h at position p is `(rope[p], up_k[h] latent[p])`, its value `up_v[h] latent[p]`;
+the score is their product with q times `scale`; softmax and sums are float32.
 
 Two forms give the same numbers up to rounding. Absorbed: queries go into latent space (`up_k[h]^T q`) and attention
 runs over the latents themselves, reading each once for all heads. Expanded: keys and values of the context are made
@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from deepseek_tgi.core import ForwardInputs
-from deepseek_tgi.kernels.common import describe, refuse
+from deepseek_tgi.kernels.common import FLOAT32, Dtypes, describe, named, refuse
 from deepseek_tgi.kernels.pages import LatentPages
 
 __all__ = [
@@ -98,7 +98,14 @@ def takes_expanded(form: str, tokens: int, cached: int, up: PackedUp, rope_dim: 
 
 
 def check_latent_attention(
-    q: torch.Tensor, pages: LatentPages, up: PackedUp, inputs: ForwardInputs, *, out: torch.Tensor, form: str
+    q: torch.Tensor,
+    pages: LatentPages,
+    up: PackedUp,
+    inputs: ForwardInputs,
+    *,
+    out: torch.Tensor,
+    form: str,
+    dtypes: Dtypes = FLOAT32,
 ) -> None:
     """Raise `GenerationError` for operands that do not fit. The values in `inputs` are the engine's promise."""
     width = pages.rope_dim + up.nope_dim
@@ -106,8 +113,8 @@ def check_latent_attention(
         refuse(f"latent_attention: got form {form!r}, expected one of {', '.join(FORMS)}")
     if up.rank != pages.rank:
         refuse(f"latent_attention: got an up-projection of rank {up.rank}, expected {pages.rank}")
-    if not (q.dtype == torch.float32 and q.dim() == 3 and tuple(q.shape[1:]) == (up.num_heads, width)):
-        refuse(f"latent_attention: got {describe('q', q)}, expected [T, {up.num_heads}, {width}] float32")
+    if not (q.dtype in dtypes and q.dim() == 3 and tuple(q.shape[1:]) == (up.num_heads, width)):
+        refuse(f"latent_attention: got {describe('q', q)}, expected [T, {up.num_heads}, {width}] {named(dtypes)}")
     for name in ("cu_seqlens", "block_tables", "cache_lens"):
         tensor: torch.Tensor = getattr(inputs, name)
         if tensor.dtype != torch.int32:
@@ -119,5 +126,5 @@ def check_latent_attention(
             f"for a context of {inputs.max_context}"
         )
     shape = (q.shape[0], up.num_heads, up.v_dim)
-    if not (tuple(out.shape) == shape and out.dtype == torch.float32 and out.is_contiguous()):
-        refuse(f"latent_attention: got {describe('out', out)}, expected {list(shape)} float32, contiguous")
+    if not (tuple(out.shape) == shape and out.dtype in dtypes and out.is_contiguous()):
+        refuse(f"latent_attention: got {describe('out', out)}, expected {list(shape)} {named(dtypes)}, contiguous")

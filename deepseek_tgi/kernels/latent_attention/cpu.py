@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.common import ACTIVATIONS
 from deepseek_tgi.kernels.latent_attention import PackedUp, check_latent_attention, takes_expanded
 from deepseek_tgi.kernels.latent_format import dequantise_latent
 from deepseek_tgi.kernels.pages import LatentPages
@@ -57,15 +58,16 @@ def latent_attention(
 ) -> torch.Tensor:
     """See the contract."""
     assert isinstance(up, TorchUp)
-    check_latent_attention(q, pages, up, inputs, out=out, form=form)
-    q = q * scale
+    check_latent_attention(q, pages, up, inputs, out=out, form=form, dtypes=ACTIVATIONS)
+    q = q.float() * scale
     starts, cached = inputs.cu_seqlens.tolist(), inputs.cache_lens.tolist()
     single = [b for b in range(len(cached)) if starts[b + 1] - starts[b] == 1]
     step = max(1, _FLOATS_AT_ONCE // (inputs.max_context * max(pages.rank + pages.rope_dim, 2 * up.num_heads)))
     for first in range(0, len(single), step):
-        chosen = torch.tensor(single[first : first + step])
+        chosen = torch.tensor(single[first : first + step], device=q.device)
         rows = inputs.cu_seqlens[chosen].long()
-        out[rows] = _decode(q[rows], pages, up, inputs.block_tables[chosen], inputs.cache_lens[chosen])
+        y = _decode(q[rows], pages, up, inputs.block_tables[chosen], inputs.cache_lens[chosen])
+        out[rows] = y.to(out.dtype)
     for b in range(len(cached)):
         start, stop = starts[b], starts[b + 1]
         if stop - start < 2:
@@ -81,7 +83,9 @@ def _decode(
 ) -> torch.Tensor:
     """One query each: `q [B, H, Dr + Dn]` after `cached [B]` tokens; `[B, H, Dv]`."""
     context = read_context(pages, tables, int(cached.max()) + 1)
-    beyond = torch.arange(context.rope.shape[1]) > cached.unsqueeze(1)  # [B, L]: not theirs, perhaps never written
+    beyond = torch.arange(context.rope.shape[1], device=q.device) > cached.unsqueeze(
+        1
+    )  # [B, L]: not theirs, perhaps never written
     latent = context.latent.masked_fill(beyond.unsqueeze(2), 0.0)
     queries = _absorb(q.transpose(0, 1), up, pages.rope_dim).transpose(0, 1)
     scores = queries @ torch.cat((context.rope, latent), 2).transpose(1, 2)
@@ -121,6 +125,6 @@ def _expanded(q: torch.Tensor, context: _Context, up: TorchUp, cached: int, out:
 def _softmax_sum(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int) -> torch.Tensor:
     """`q [H, T, D]` from `position` on over `keys [(H,) L, D]`, `values [(H,) L, Dv]`, causal: `[H, T, Dv]`."""
     end = position + q.shape[1]
-    later = torch.arange(end) > torch.arange(position, end).unsqueeze(1)
+    later = torch.arange(end, device=q.device) > torch.arange(position, end, device=q.device).unsqueeze(1)
     scores = (q @ keys[..., :end, :].transpose(-1, -2)).masked_fill(later, float("-inf"))
     return scores.softmax(-1) @ values[..., :end, :]

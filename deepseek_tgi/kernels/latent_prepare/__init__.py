@@ -1,9 +1,10 @@
 """What latent attention (MLA) needs between its projections and the attention itself, as one operation.
 
-`latent_prepare(q [T, H, D] f32, latent [T, R] f32, rope [T, Dr] f32, pages: LatentPages, inputs, norm_weight [R] f32,
-eps, cos_sin) -> None` replaces `latent` by its RMS norm, turns the first elements of every query head and the rotary
-key in place (`rope` with `inputs.positions` and `cos_sin`), and stores latent and key at `inputs.slots`. Bits are those
-of `rms_norm`, `rope` and `latent_write` one after the other. `latent` and `rope` may be strided views with dense rows.
+`latent_prepare(q [T, H, D], latent [T, R], rope [T, Dr], pages: LatentPages, inputs, norm_weight [R] f32, eps, cos_sin)
+-> None`, the first three activations, replaces `latent` by its RMS norm, turns the first elements of every query head
+and the rotary key in place (`rope` with `inputs.positions` and `cos_sin`), and stores latent and key at `inputs.slots`.
+Bits are those of `rms_norm`, `rope` and `latent_write` one after the other. `latent` and `rope` may be strided views
+with dense rows.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from deepseek_tgi.kernels.common import ACTIVATIONS
 from deepseek_tgi.kernels.int8_format import HALF_MAX
 from deepseek_tgi.kernels.latent_format import quantise_latent
 from deepseek_tgi.kernels.latent_write import check_latent_write
@@ -12,7 +13,8 @@ from deepseek_tgi.kernels.pages import LatentPages
 
 def latent_write(pages: LatentPages, latent: torch.Tensor, rope: torch.Tensor, slots: torch.Tensor) -> None:
     """See the contract."""
-    check_latent_write(pages, latent, rope, slots)
+    check_latent_write(pages, latent, rope, slots, ACTIVATIONS)
+    latent, rope = latent.float(), rope.float()
     kept = slots >= 0
     if not bool(kept.all()):
         latent, rope, slots = latent[kept], rope[kept], slots[kept]

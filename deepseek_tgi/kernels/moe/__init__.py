@@ -3,10 +3,10 @@
 `pack_experts(experts [E], shared | None) -> PackedExperts` takes weights that `pack_int4` or `pack_dense` of the same
 set made: `gate_up` packed [2I, H], `down` packed [H, I]. They may differ in kind and group size, within an expert and
 between experts; the shared expert, if there is one, may be of another width.
-`moe(x [T, H] f32, ids [T, k] int32, weights [T, k] f32, experts, out [T, H] f32, scratch | None) -> None` adds to every
-row of `out`, one after the other and in ascending order of the token's experts, `weight * down(silu(gate) * up)`; then,
-with weight 1, the shared expert's. A weight that is NaN makes its row NaN. `out` is not `x`; the `ids`
-of a token differ and lie in 0 .. E-1.
+`moe(x [T, H], ids [T, k] int32, weights [T, k] f32, experts, out [T, H] f32, scratch | None) -> None`, x activations,
+adds to every row of `out`, one after the other and in ascending order of the token's experts, `weight * down(silu(gate)
+* up)`; then, with weight 1, the shared expert's. A weight that is NaN makes its row NaN. `out` is not `x`; the `ids` of
+a token differ and lie in 0 .. E-1.
 
 Tokens are sorted by expert; an expert that no token chose is not read; each chosen one runs once. A row's bits do not
 depend on the other rows. `scratch`, a float32 stretch of at least `experts.scratch_floats(T, k)`, spares the call its
@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from deepseek_tgi.errors import ConfigError
-from deepseek_tgi.kernels.common import PackedDense, PackedInt4, describe, refuse
+from deepseek_tgi.kernels.common import FLOAT32, Dtypes, PackedDense, PackedInt4, describe, named, refuse
 from deepseek_tgi.kernels.expert_scratch import ExpertSizes
 
 __all__ = ["Expert", "Moe", "PackExperts", "Packed", "PackedExperts", "check_moe"]
@@ -83,7 +83,7 @@ class PackedExperts:
             return
         if order.dtype is not torch.int32 or not order.is_contiguous():
             raise ConfigError(f"expert {index}: got {describe('order', order)}, expected [{hidden}] int32, contiguous")
-        if not torch.equal(order.sort().values, torch.arange(hidden, dtype=torch.int32)):
+        if not torch.equal(order.sort().values.cpu(), torch.arange(hidden, dtype=torch.int32)):
             raise ConfigError(f"expert {index}: {describe('order', order)} is no order of {hidden} inputs")
 
 
@@ -109,23 +109,29 @@ class Moe(Protocol):
 
 
 def check_moe(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: PackedExperts, out: torch.Tensor
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: PackedExperts,
+    out: torch.Tensor,
+    *,
+    dtypes: Dtypes = FLOAT32,
 ) -> None:
     """Raise `GenerationError` for operands that do not fit. The values of `ids` are the router's promise."""
     shape = (x.shape[0], experts.hidden_size)
-    for name, tensor in (("x", x), ("out", out)):
-        if not (tensor.dtype is torch.float32 and tuple(tensor.shape) == shape and tensor.is_contiguous()):
-            refuse(f"moe: got {describe(name, tensor)}, expected [T, {shape[1]}] float32, contiguous")
+    for name, tensor, allowed in (("x", x, dtypes), ("out", out, FLOAT32)):
+        if not (tensor.dtype in allowed and tuple(tensor.shape) == shape and tensor.is_contiguous()):
+            refuse(f"moe: got {describe(name, tensor)}, expected [T, {shape[1]}] {named(allowed)}, contiguous")
     if not (ids.dtype is torch.int32 and ids.dim() == 2 and ids.shape[0] == shape[0] and ids.is_contiguous()):
         refuse(f"moe: got {describe('ids', ids)}, expected [{shape[0]}, k] int32, contiguous")
     if not (weights.dtype is torch.float32 and weights.shape == ids.shape and weights.is_contiguous()):
         refuse(f"moe: got {describe('weights', weights)}, expected {list(ids.shape)} float32, contiguous")
 
 
-def take_scratch(scratch: torch.Tensor | None, floats: int) -> torch.Tensor:
+def take_scratch(scratch: torch.Tensor | None, floats: int, device: torch.device | None = None) -> torch.Tensor:
     """`scratch` if it holds `floats`, fresh memory if there is none. Raises `GenerationError` for too little."""
     if scratch is None:
-        return torch.empty(floats)
+        return torch.empty(floats, device=device)
     if scratch.dtype is not torch.float32 or scratch.numel() < floats or not scratch.is_contiguous():
         refuse(f"moe: got {describe('scratch', scratch)}, expected {floats} float32, contiguous")
     return scratch

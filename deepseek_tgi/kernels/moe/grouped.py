@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepseek_tgi.kernels.common import PackedInt4
+from deepseek_tgi.kernels.common import ACTIVATIONS, PackedInt4
 from deepseek_tgi.kernels.moe import Expert, Packed, PackedExperts, check_moe, take_scratch
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ class GroupedMoe:
         scratch: torch.Tensor | None = None,
     ) -> None:
         """See the contract."""
-        check_moe(x, ids, weights, experts, out)
+        check_moe(x, ids, weights, experts, out, dtypes=ACTIVATIONS)
         if not len(x):
             return
-        scratch = take_scratch(scratch, PackedExperts.scratch_floats(experts, *ids.shape))
+        scratch = take_scratch(scratch, PackedExperts.scratch_floats(experts, *ids.shape), x.device)
         flat, shares = ids.flatten(), weights.flatten()
         order = flat.sort(stable=True).indices
         chosen, counts = torch.unique_consecutive(flat[order], return_counts=True)
@@ -48,13 +48,14 @@ class GroupedMoe:
             end += count
             rows = pairs // ids.shape[1]
             y = self._run(x, rows, experts.experts[expert], scratch)
-            out.index_add_(0, rows, y.mul_(shares[pairs].unsqueeze(1)))
+            out.index_add_(0, rows, y.float().mul_(shares[pairs].unsqueeze(1)))
         if experts.shared is not None:
-            out += self._run(x, torch.arange(x.shape[0]), experts.shared, scratch)
+            out += self._run(x, torch.arange(x.shape[0], device=x.device), experts.shared, scratch)
 
     def _run(self, x: torch.Tensor, rows: torch.Tensor, expert: Expert, scratch: torch.Tensor) -> torch.Tensor:
         """Rows `rows` of x through one expert; the result lies in `scratch`."""
         count, hidden, inner = rows.shape[0], x.shape[1], expert.inner_size
+        scratch = scratch.view(x.dtype)
         given = scratch[: count * hidden].view(count, hidden)
         gate_up = scratch[count * hidden :][: count * 2 * inner].view(count, 2 * inner)
         gated = scratch[count * (hidden + 2 * inner) :][: count * inner].view(count, inner)

@@ -1,10 +1,10 @@
 """Causal grouped-query attention over the paged cache; prefill, chunks and decode are the same call.
 
-`paged_attention(q [T, H, D] f32, pages, inputs, scale, out, placed) -> [T, H, Dv] f32`. Query `i` of request `b` stands
-at position `cache_lens[b] + i` and sees positions 0 to its own, read from the pages only (so `kv_write` of the step
-comes first). Query head `h` reads KV head `h // (H / G)`. Softmax and sums are float32. Keys and values are read as
-stored, whatever the chunking; `placed` brings the frame they were written in, if any (its positions are not looked at:
-a key's is its place in the context). q may be a strided view with dense heads; out is dense.
+`paged_attention(q [T, H, D], pages, inputs, scale, out, placed) -> [T, H, Dv]`, q and out activations. Query `i` of
+request `b` stands at position `cache_lens[b] + i` and sees positions 0 to its own, read from the pages only (so
+`kv_write` of the step comes first). Query head `h` reads KV head `h // (H / G)`. Softmax and sums are float32. Keys and
+values are read as stored, whatever the chunking; `placed` brings the frame they were written in, if any (its positions
+are not looked at: a key's is its place in the context). q may be a strided view with dense heads; out is dense.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from deepseek_tgi.core import ForwardInputs
-from deepseek_tgi.kernels.common import describe, refuse
+from deepseek_tgi.kernels.common import FLOAT32, Dtypes, describe, named, refuse
 from deepseek_tgi.kernels.frame import PlacedFrame, check_frame
 from deepseek_tgi.kernels.pages import LayerPages
 
@@ -42,11 +42,13 @@ def check_paged_attention(
     inputs: ForwardInputs,
     out: torch.Tensor | None,
     placed: PlacedFrame | None,
+    *,
+    dtypes: Dtypes = FLOAT32,
 ) -> None:
     """Raise `GenerationError` for operands that do not fit. The values in `inputs` are the engine's promise."""
     heads, width = pages.num_heads, pages.k_dim
-    if not (q.dim() == 3 and q.dtype == torch.float32 and q.shape[2] == width and q.shape[1] % heads == 0):
-        refuse(f"paged_attention: got {describe('q', q)}, expected [T, multiple of {heads}, {width}] float32")
+    if not (q.dim() == 3 and q.dtype in dtypes and q.shape[2] == width and q.shape[1] % heads == 0):
+        refuse(f"paged_attention: got {describe('q', q)}, expected [T, multiple of {heads}, {width}] {named(dtypes)}")
     for name, tensor in (
         ("cu_seqlens", inputs.cu_seqlens),
         ("block_tables", inputs.block_tables),
@@ -62,8 +64,8 @@ def check_paged_attention(
         )
     if out is not None:
         shape = (q.shape[0], q.shape[1], pages.v_dim)
-        if not (tuple(out.shape) == shape and out.dtype == torch.float32 and out.is_contiguous()):
-            refuse(f"paged_attention: got {describe('out', out)}, expected {list(shape)} float32, contiguous")
+        if not (tuple(out.shape) == shape and out.dtype in dtypes and out.is_contiguous()):
+            refuse(f"paged_attention: got {describe('out', out)}, expected {list(shape)} {named(dtypes)}, contiguous")
     if placed is not None:
         check_frame("paged_attention", pages, placed)
         if placed.frame.centre is not None and placed.cos_sin.shape[0] < inputs.max_context:

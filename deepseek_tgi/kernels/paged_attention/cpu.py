@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.common import ACTIVATIONS
 from deepseek_tgi.kernels.frame import PlacedFrame
 from deepseek_tgi.kernels.paged_attention import check_paged_attention
 from deepseek_tgi.kernels.pages import LayerPages
@@ -81,10 +82,11 @@ def paged_attention(
     placed: PlacedFrame | None = None,
 ) -> torch.Tensor:
     """See the contract."""
-    check_paged_attention(q, pages, inputs, out, placed)
+    check_paged_attention(q, pages, inputs, out, placed, dtypes=ACTIVATIONS)
     y = q.new_empty((q.shape[0], q.shape[1], pages.v_dim)) if out is None else out
     if q.shape[0] == 0:
         return y
+    q = q.float()
     if inputs.max_seqlen == 1 and q.shape[0] == inputs.cache_lens.shape[0]:
         y.copy_(_decode(q, pages, inputs, scale, placed))
         return y

@@ -21,7 +21,7 @@ def check_route(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routin
         refuse(f"route: {routing} chooses more experts than its groups have")
     shape = (rows, routing.top_k)
     if out is None:
-        return torch.empty(shape, dtype=torch.int32), torch.empty(shape)
+        return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
     ids, weights = out
     if not (_is(ids, torch.int32, shape) and _is(weights, torch.float32, shape)):
         refuse(f"route: got {describe('ids', ids)} and {describe('weights', weights)}, expected {list(shape)}")

@@ -21,7 +21,7 @@ def route(
         ranked = ranked.masked_fill(~_kept(ranked, routing), float("-inf"))
     # A stable sort, for topk promises no order among equals.
     chosen = ranked.sort(stable=True, dim=-1, descending=True).indices[:, : routing.top_k]
-    chosen = torch.where(failed, torch.arange(routing.top_k), chosen)
+    chosen = torch.where(failed, torch.arange(routing.top_k, device=logits.device), chosen)
     own = scores.gather(1, chosen)
     if routing.normalise:
         own = own / (own.sum(-1, keepdim=True) + 1e-20)
