@@ -44,7 +44,7 @@ class Bench:
 
     def pool(self) -> KVPool:
         """A pool whose bytes are varied and finite in every cache format, so that a stray write or read shows."""
-        pool = KVPool(self.adapter.kv_layout, NUM_BLOCKS, self.adapter.info.device_type)
+        pool = KVPool(self.adapter.kv_layout, NUM_BLOCKS, self.adapter.info.device)
         generator = torch.Generator().manual_seed(7)
         pattern = torch.randint(0x30, 0x40, tuple(pool.storage.shape), dtype=torch.uint8, generator=generator)
         pool.storage.copy_(pattern)
@@ -59,7 +59,7 @@ class Bench:
         self, pool: KVPool, pieces: Sequence[Piece], rows: Sequence[int] | None = None, stored: bool = False
     ) -> torch.Tensor:
         """Run one step; logits of `rows`, or of every token. `stored` says that nothing is to be written."""
-        inputs = forward_inputs(pieces, self.adapter.kv_layout.block_size, rows, self.adapter.info.device_type)
+        inputs = forward_inputs(pieces, self.adapter.kv_layout.block_size, rows)
         if stored:
             inputs = replace(inputs, slots=torch.full_like(inputs.slots, -1))
         logits = self.adapter.step(inputs, pool)
@@ -85,9 +85,7 @@ class Bench:
         return "bit-identical" if error == 0 else f"within {error:.1e}"
 
 
-def forward_inputs(
-    pieces: Sequence[Piece], block_size: int, rows: Sequence[int] | None = None, device: str = "cpu"
-) -> ForwardInputs:
+def forward_inputs(pieces: Sequence[Piece], block_size: int, rows: Sequence[int] | None = None) -> ForwardInputs:
     """The step for `pieces` in order. Unused places of the block tables name block 0."""
     ids = [token for piece in pieces for token in piece.tokens]
     positions = [piece.start + i for piece in pieces for i in range(len(piece.tokens))]
@@ -99,7 +97,7 @@ def forward_inputs(
     wanted = list(range(len(ids))) if rows is None else list(rows)
 
     def tensor(values: Sequence[object], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return torch.tensor(values, dtype=dtype)
 
     return ForwardInputs(
         input_ids=tensor(ids, torch.int64),

@@ -28,19 +28,21 @@ ABI_VERSION = 1
 class LoadOptions:
     """How to load; every field has the value that works on a plain machine.
 
-    `dtype` and `kv_cache_dtype` take `auto` or a name; `kernels` takes `auto`, `native`, `torch` or `reference`;
-    `mla_prefill` is how latent attention reads a prompt (`kernels.latent_attention`): `absorbed` (the same bits however
-    the prompt is cut into chunks), `expanded`, or `auto`;
-    `num_threads` 0 means "this rank's share of what the process may use". Ranks meet at `master_addr:master_port`.
-    `rope_scaling`/`rope_factor` are TGI's overrides.
+    `dtype` and `kv_cache_dtype` take `auto` or a name; `device` takes `auto` (a GPU where torch has one), `cpu`, `cuda`
+    or `cuda:N`; `kernels` takes `auto`, `native` (CPU), `cuda`, `triton` (GPU), `torch` or `reference`; `cuda_graphs`
+    are the batch sizes whose decode step is captured (None: the usual ones, empty: none); `mla_prefill` is how latent
+    attention reads a prompt (`kernels.latent_attention`): `absorbed` (the same bits however the prompt is cut into
+    chunks), `expanded`, or `auto`; `num_threads` 0 means "this rank's share of what the process may use". Ranks meet at
+    `master_addr:master_port`. `rope_scaling`/`rope_factor` are TGI's overrides.
     """
 
     dtype: str = "auto"
     quantize: str | None = None
     kv_cache_dtype: str = "auto"
     block_size: int = 16
-    device: str = "cpu"
+    device: str = "auto"
     kernels: str = "auto"
+    cuda_graphs: tuple[int, ...] | None = None
     mla_prefill: str = "auto"
     num_threads: int = 0
     rank: int = 0
@@ -66,6 +68,12 @@ class ModelInfo:
     quantization: str
     weight_bytes: int
     attention_impl: str
+    device_index: int = 0
+
+    @property
+    def device(self) -> str:
+        """Where the model computes, as torch names it: `cpu` or `cuda:0`."""
+        return self.device_type if self.device_type == "cpu" else f"{self.device_type}:{self.device_index}"
 
 
 class Ranks(Protocol):
@@ -84,7 +92,8 @@ class Ranks(Protocol):
 class ModelAdapter(ABC):
     """One loaded model.
 
-    Rules: logits are raw (no softmax, no penalties, no temperature), float32, finite where the model is; nothing but
+    Rules: a step's inputs lie in host memory, its logits wherever the model computes; they are raw (no softmax, no
+    penalties, no temperature), float32, finite where the model is; nothing but
     the pages named by `slots` is written; the result of a row does not depend on its neighbours beyond a stated
     tolerance.
     """

@@ -41,7 +41,7 @@ def _learn(adapter: ModelAdapter, layout: KVLayout, layers: Sequence[Attention])
         logger.warning("kv cache: int4: the model can read %d tokens only, too few to learn its keys from", len(ids))
         return
     learning = [layer.start_learning() for layer in layers]
-    pool = KVPool(layout.with_mode(KVMode.FLOAT32), -(-len(ids) // layout.block_size))
+    pool = KVPool(layout.with_mode(KVMode.FLOAT32), -(-len(ids) // layout.block_size), adapter.info.device)
     try:
         adapter.step(_inputs(ids, layout.block_size), pool)
     finally:

@@ -1,9 +1,9 @@
 """Which number formats a loaded model computes and caches in, from what was asked and what the machine has.
 
-`auto` always starts. Compute on a CPU is bfloat16 where the CPU multiplies it (AVX512-BF16), else float32. float16 is
-never computed on a CPU: no x86 path for it is faster than float32, and its range overflows on DeepSeek activations;
-asking for it gives float32, which keeps every bit float16 would, with a warning. What is in use is what `ModelInfo`
-reports.
+`auto` always starts. Compute on a CPU is bfloat16 where the CPU multiplies it (AVX512-BF16), else float32; on a GPU it
+is bfloat16, and float32 if asked for. float16 is never computed: no x86 path for it is faster than float32, and its
+range overflows on DeepSeek activations; asking for it gives, with a warning, float32 on a CPU, which keeps every bit
+float16 would, and bfloat16 on a GPU. What is in use is what `ModelInfo` reports.
 
 The cache follows compute under `auto` (bfloat16 for bfloat16, else float32): keys are then no coarser than what the
 matrix products around them see, at half the bytes of float32 where that is already the working precision.
@@ -25,10 +25,14 @@ KV_CACHE_DTYPES = ("auto", *(mode.value for mode in KVMode))
 _ALIASES = {"fp8": KVMode.FP8}
 
 
-def resolve_compute_dtype(wish: str) -> ComputeDtype:
-    """The precision of matrix products on this CPU. Raises `ConfigError` for a name that is not in `DTYPES`."""
+def resolve_compute_dtype(wish: str, on_gpu: bool = False) -> ComputeDtype:
+    """The precision of matrix products here. Raises `ConfigError` for a name that is not in `DTYPES`."""
     if wish not in DTYPES:
         raise ConfigError(f"dtype: got {wish!r}, expected one of {', '.join(DTYPES)}")
+    if on_gpu:
+        if wish == "float16":
+            logger.warning("dtype: float16 is not computed on a GPU; using bfloat16, in which no activation overflows")
+        return ComputeDtype.FLOAT32 if wish == "float32" else ComputeDtype.BFLOAT16
     if wish == "auto":
         return ComputeDtype.BFLOAT16 if cpu_multiplies_bfloat16() else ComputeDtype.FLOAT32
     if wish == "float16":

@@ -12,6 +12,7 @@ from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter, ModelInfo
 from deepseek_tgi.adapters.cache_layout import cache_layout
 from deepseek_tgi.adapters.cache_learning import prepare_cache
 from deepseek_tgi.adapters.checkpoint import Checkpoint
+from deepseek_tgi.adapters.devices import resolve_device
 from deepseek_tgi.adapters.dtypes import resolve_compute_dtype, resolve_kv_mode
 from deepseek_tgi.adapters.hub import resolve_folder
 from deepseek_tgi.adapters.loading import load_decoder
@@ -21,6 +22,7 @@ from deepseek_tgi.adapters.parallel import RankGroup
 from deepseek_tgi.adapters.quantization import resolve
 from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.adapters.sharding import Share, plan_shards
+from deepseek_tgi.adapters.staging import InputStage, check_values
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import ConfigError
@@ -54,6 +56,8 @@ class QuantizedModelAdapter(ModelAdapter):
         self._info = info
         self._layout = layout
         self._eos_token_ids = tokenizer.eos_token_ids
+        self._device = torch.device(info.device)
+        self._stage = None if self._device.type == "cpu" else InputStage(self._device)
 
     @classmethod
     def get_model(
@@ -69,7 +73,8 @@ class QuantizedModelAdapter(ModelAdapter):
         config = _with_overrides(read_model_config(folder), options)
         shards = plan_shards(config, options.world_size)
         local = shards.local(options.rank)
-        compute = resolve_compute_dtype(options.dtype)
+        device = resolve_device(options.device, options.rank, options.world_size)
+        compute = resolve_compute_dtype(options.dtype, device.type == "cuda")
         layout = cache_layout(local, resolve_kv_mode(options.kv_cache_dtype, compute), options.block_size)
         tokenizer = _load_tokenizer(folder, config)
         checkpoint = Checkpoint(folder)
@@ -78,7 +83,7 @@ class QuantizedModelAdapter(ModelAdapter):
             logger.warning(
                 "quantize: got %s, but %s is stored as %s, which decides", options.quantize, folder, plan.label
             )
-        kernels = select_kernels(options.device, compute, options.kernels, _threads(options))
+        kernels = select_kernels(device, compute, options.kernels, _threads(options))
         group = _join(options, kernels)
         share = Share(shards, options.rank) if group is not None else None
         source = WeightSource(plan, kernels, share, group, latent_form=options.mla_prefill)
@@ -110,6 +115,10 @@ class QuantizedModelAdapter(ModelAdapter):
 
     def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
         """See `ModelAdapter`; the logits belong to the caller. Every rank takes the same steps."""
+        if self._stage is not None:
+            check_values(inputs, self._info.vocab_size, pool.num_slots)
+            torch.cuda.set_device(self._device)  # of this thread
+            inputs = self._stage.move(inputs)
         pages = LayerByLayer(pool)
         if self._group is None:
             return self._decoder.step(inputs, pages)
@@ -121,9 +130,9 @@ class QuantizedModelAdapter(ModelAdapter):
         batch = ragged.pack(input_ids, attention_mask, self._info.vocab_size, self._layout.block_size)
         if not batch.num_blocks:
             return torch.zeros(*input_ids.shape, self._info.vocab_size)
-        pool = KVPool(self._layout, batch.num_blocks)
+        pool = KVPool(self._layout, batch.num_blocks, self._device)
         try:
-            return batch.spread(self.step(batch.inputs, pool))
+            return batch.spread(self.step(batch.inputs, pool).cpu())
         finally:
             pool.close()
 
@@ -179,7 +188,8 @@ def _describe(model_id: str, config: ModelConfig, kernels: KernelSet, decoder: D
         model_id=model_id,
         model_type=config.model_type,
         dtype=kernels.compute_dtype.value,
-        device_type="cpu",
+        device_type=kernels.device.type,
+        device_index=kernels.device.index or 0,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         quantization=stored,

@@ -19,6 +19,7 @@ from deepseek_tgi.options import (
     byte_size,
     choice,
     comma_list,
+    device,
     integer,
     listen_address,
     multiple_of,
@@ -43,6 +44,7 @@ QUANTIZERS = (
     *("bitsandbytes-fp4", "fp8"),
 )
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8_e4m3fn", "fp8", "fp8_e5m2")
+KERNELS = ("auto", "native", "cuda", "triton", "torch", "reference")
 MLA_PREFILL = ("auto", "absorbed", "expanded")
 LOG_LEVELS = ("off", "error", "warn", "warning", "info", "debug", "trace")
 
@@ -80,8 +82,9 @@ class LauncherConfig:
     block_size: int | None = _own(multiple_of(16, 4096), "tokens a KV block, a multiple of 16", "BLOCK_SIZE")
     kv_memory: int | None = _own(byte_size, "memory for the KV cache: auto or a size such as 4GiB", "KV_MEMORY")
     kernels: str | None = _own(
-        choice("auto", "native", "torch", "reference"), "auto, native, torch or reference", "KERNELS"
+        choice(*KERNELS), "auto, native (CPU), cuda, triton (GPU), torch or reference", "KERNELS"
     )
+    device: str | None = _own(device, "auto (a GPU where torch has one), cpu, cuda or cuda:N", "DEVICE")
     mla_prefill: str | None = _own(
         choice(*MLA_PREFILL), "form of DeepSeek's attention in prefill: auto, absorbed or expanded", "MLA_PREFILL"
     )
@@ -215,7 +218,10 @@ class LauncherConfig:
 
     speculate: int | None = _flag(integer(0, 64), "speculated tokens a step", "SPECULATE", OTHER)
     cuda_graphs: tuple[int, ...] | None = _flag(
-        comma_list(integer(0)), "comma list of batch sizes", "CUDA_GRAPHS", OTHER
+        comma_list(integer(0)),
+        "comma list of batch sizes whose decode step is captured, 0 for none",
+        "CUDA_GRAPHS",
+        OTHER,
     )
     disable_custom_kernels: bool = _flag(
         boolean, "old models only", "DISABLE_CUSTOM_KERNELS", OTHER, default=False, switch=True
@@ -278,9 +284,12 @@ class ShardConfig:
     prefix_caching: bool = _env(boolean, "report prefix caching", OWN_PREFIX + "PREFIX_CACHING", default=True)
     block_size: int = _env(multiple_of(16, 4096), "tokens a KV block", OWN_PREFIX + "BLOCK_SIZE", default=16)
     kv_memory: int = _env(byte_size, "bytes for the KV cache, 0 to measure", OWN_PREFIX + "KV_MEMORY", default=0)
-    kernels: str = _env(
-        choice("auto", "native", "torch", "reference"), "kernels", OWN_PREFIX + "KERNELS", default="auto"
+    kernels: str = _env(choice(*KERNELS), "kernels", OWN_PREFIX + "KERNELS", default="auto")
+    device: str = _env(device, "where to compute", OWN_PREFIX + "DEVICE", default="auto")
+    cuda_graphs: tuple[int, ...] | None = _env(
+        comma_list(integer(0)), "batch sizes whose decode step is captured, 0 for none", "CUDA_GRAPHS"
     )
+    cuda_memory_fraction: float = _env(number(0.0, 1.0), "share of GPU memory", "CUDA_MEMORY_FRACTION", default=1.0)
     mla_prefill: str = _env(
         choice(*MLA_PREFILL), "form of latent attention in prefill", OWN_PREFIX + "MLA_PREFILL", default="auto"
     )

@@ -161,8 +161,9 @@ class ForwardInputs:
     (token offsets of each request), `block_tables [B, P] int32`, `cache_lens [B] int32` (tokens stored before this
     step; the context of request b after the write is `cache_lens[b]` + its tokens), `logit_rows [R] int64` (rows of T
     whose logits are wanted, ascending).
-    All on the model's device. `max_seqlen` is the largest token count of one request in this step, `max_context` the
-    largest context after the write: plain ints, so that no kernel asks the device for them.
+    All in host memory when a model is handed them, all on its device when its kernels are. `max_seqlen` is the largest
+    token count of one request in this step, `max_context` the largest context after the write: plain ints, so that no
+    kernel asks the device for them.
     """
 
     input_ids: torch.Tensor

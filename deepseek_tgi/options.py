@@ -143,6 +143,14 @@ def choice(*names: str) -> Parse:
     return parse
 
 
+def device(value: str) -> str:
+    """`auto`, `cpu`, `cuda` or `cuda:N`, whatever the case."""
+    name = value.strip().lower()
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", name) is None:
+        raise ValueError("auto, cpu, cuda or cuda:N")
+    return name
+
+
 def comma_list(item: Parse) -> Parse:
     """A comma list of what `item` parses; empty pieces are dropped."""
 

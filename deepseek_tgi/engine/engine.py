@@ -30,7 +30,7 @@ from deepseek_tgi.engine.config import (
     ignore,
 )
 from deepseek_tgi.engine.intake import Intake
-from deepseek_tgi.engine.memory import LinuxMemory, MemoryReader
+from deepseek_tgi.engine.memory import MemoryReader, memory_of
 from deepseek_tgi.engine.runner import Runner
 from deepseek_tgi.engine.warmup import Limits, cache_budget, plan_cache, workspace_bytes, worst_case
 from deepseek_tgi.errors import NotReadyError, RequestError
@@ -54,7 +54,7 @@ class Engine:
         self._adapter = adapter
         self._config = config or EngineConfig()
         self._counter = counter
-        self._memory = memory or LinuxMemory()
+        self._memory = memory or memory_of(adapter.info.device)
         self._admission = Admission(
             Intake(adapter, self._config, counter), min(adapter.eos_token_ids, default=0), counter
         )
@@ -181,7 +181,7 @@ class Engine:
 
     def health(self) -> None:
         """Ask the device for a little memory and the cache for its integrity; raises if either fails."""
-        torch.zeros(2, 2, device=self._adapter.info.device_type).sum().item()
+        torch.zeros(2, 2, device=self._adapter.info.device).sum().item()
         if self._runner is not None:
             self._runner.pool.check_integrity()
 
@@ -251,7 +251,7 @@ class Engine:
         return nullcontext() if ranks is None else ranks.together()
 
     def _make_runner(self, num_blocks: int, max_prefill_tokens: int) -> Runner:
-        pool = KVPool(self._adapter.kv_layout, num_blocks, self._adapter.info.device_type)
+        pool = KVPool(self._adapter.kv_layout, num_blocks, self._adapter.info.device)
         if self._on_progress is not None:
             pool.watch(self._on_progress)
         return Runner(self._adapter, pool, self._config, self._counter, max_prefill_tokens)

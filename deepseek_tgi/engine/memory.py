@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's, and that of every control group around it."""
+"""How much memory this process may still take: the machine's and that of every control group around it, or a GPU's."""
 
 from __future__ import annotations
 
@@ -58,6 +58,39 @@ class LinuxMemory:
                 continue
             found += [h for folder in _upwards(root, path) if (h := _headroom(folder, *names)) is not None]
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class CudaMemory:
+    """Asks the driver and torch's allocator about `device`, such as `cuda:0`; `fraction` of the GPU may be taken."""
+
+    device: str
+    fraction: float = 1.0
+
+    def available_bytes(self) -> int:
+        """See `MemoryReader`: what the driver has free, and what torch keeps without using it."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info(self.device)
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return max(0, free + kept - int(total * (1 - self.fraction)))
+
+    def resident_bytes(self) -> int:
+        """See `MemoryReader`."""
+        import torch
+
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak_bytes(self) -> int:
+        """See `MemoryReader`."""
+        import torch
+
+        return torch.cuda.max_memory_allocated(self.device)
+
+
+def memory_of(device: str, cuda_fraction: float = 1.0) -> MemoryReader:
+    """The reader of the memory that a model on `device` lives in."""
+    return LinuxMemory() if device == "cpu" else CudaMemory(device, cuda_fraction)
 
 
 def _upwards(root: Path, path: str) -> list[Path]:

@@ -150,5 +150,6 @@ def _score_prompts(step: RaggedStep, logits: torch.Tensor) -> None:
         start = sequence.cache_len + 1
         following = torch.tensor(sequence.ids[start : start + len(rows)][: sequence.prompt_length - start])
         if len(following):
+            following = following.to(logits.device, non_blocking=True)
             logprobs = logits[rows.start : rows.start + len(following)].log_softmax(-1)
             sequence.prompt_logprobs += logprobs.gather(1, following.unsqueeze(1)).squeeze(1).tolist()

@@ -30,7 +30,8 @@ class KVPool:
     """Owner of `num_blocks` pages of `layout`; the only object that allocates or frees cache memory.
 
     On a CPU the pages are an anonymous mapping: memory is taken as pages are first written, starts zeroed and lies on
-    a 4096-byte boundary. Raises `ResourceError` if the address space cannot be had.
+    a 4096-byte boundary; on a GPU they are zeroed memory on such a boundary. Raises `ResourceError` if there is not
+    enough.
     """
 
     def __init__(self, layout: CacheLayout, num_blocks: int, device: str | torch.device = "cpu") -> None:
@@ -127,7 +128,14 @@ class KVPool:
     def _allocate(self) -> torch.Tensor:
         shape = (self.num_blocks, self.layout.bytes_per_block)
         if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            # An allocator of a device promises less than a page's alignment.
+            size = self.nbytes + PAGE_ALIGNMENT_BYTES
+            try:
+                raw = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError as error:
+                raise ResourceError(f"KV pool: cannot allocate {size} bytes on {self.device}: {error}") from error
+            start = -raw.data_ptr() % PAGE_ALIGNMENT_BYTES
+            return raw[start : start + self.nbytes].view(shape)
         try:
             mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
@@ -156,7 +164,7 @@ class KVPool:
         return flat.as_strided(
             (self.num_blocks, heads, slots, width),
             (page_stride, slots * width, width, 1),
-            section.offset_bytes // section.item_bytes,
+            flat.storage_offset() + section.offset_bytes // section.item_bytes,
         )
 
     def _check_layer(self, layer: int, pages: Pages, base: int) -> None:

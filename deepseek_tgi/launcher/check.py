@@ -50,10 +50,7 @@ def check_options(config: LauncherConfig) -> None:
             )
 
 
-WITHOUT_EFFECT = (
-    *("cuda_graphs", "cuda_memory_fraction", "disable_custom_kernels", "lora_adapters", "ngrok", "speculate"),
-    "trust_remote_code",
-)
+WITHOUT_EFFECT = (*("disable_custom_kernels", "lora_adapters", "ngrok", "speculate", "trust_remote_code"),)
 """Options of TGI that are taken and passed on, and that no process of ours acts on."""
 
 

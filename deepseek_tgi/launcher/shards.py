@@ -94,19 +94,19 @@ def shard_environment(plan: Plan, rank: int) -> dict[str, str]:
     if config.rope_scaling is not None or config.rope_factor is not None:
         env["ROPE_SCALING"] = config.rope_scaling or "linear"
         env["ROPE_FACTOR"] = shortest(config.rope_factor if config.rope_factor is not None else 1.0)
-    graphs = [size for size in (config.cuda_graphs or ()) if size]
     return env | _present(
         MAX_TOTAL_TOKENS=config.max_total_tokens,
         MAX_BATCH_SIZE=config.max_batch_size,
         LORA_ADAPTERS=config.lora_adapters,
         REQUEST_LOGPROBS="1" if config.enable_prefill_logprobs else None,
-        CUDA_GRAPHS=",".join(map(str, graphs)) or None,
+        CUDA_GRAPHS=None if config.cuda_graphs is None else ",".join(map(str, config.cuda_graphs)) or None,
         DISABLE_CUSTOM_KERNELS="True" if config.disable_custom_kernels else None,
         WATERMARK_GAMMA=config.watermark_gamma,
         WATERMARK_DELTA=config.watermark_delta,
         DEEPSEEK_TGI_KV_CACHE_DTYPE=config.kv_cache_dtype,
         DEEPSEEK_TGI_BLOCK_SIZE=config.block_size,
         DEEPSEEK_TGI_KV_MEMORY=config.kv_memory,
+        DEEPSEEK_TGI_DEVICE=config.device,
         DEEPSEEK_TGI_KERNELS=config.kernels,
         DEEPSEEK_TGI_MLA_PREFILL=config.mla_prefill,
         DEEPSEEK_TGI_NUM_THREADS=config.num_threads,

@@ -61,15 +61,15 @@ def apply_penalties(
 ) -> None:
     """Penalise in place the seen ids of `rows` of `logits [B, V] float32`; nothing else is touched.
 
-    Shapes: `rows [n] int64`, `repetition [n]` and `frequency [n]` float32, `seen` of length n.
+    Shapes: `rows [n] int64`, `repetition [n]` and `frequency [n]` float32, all on the host, `seen` of length n.
     Repetition r turns a score s of a seen id into s x r if s < 0, else s / r, once an id; then frequency f takes off
     f x occurrences / length of the sequence.
     """
-    ids = torch.cat([s.ids for s in seen]).to(logits.device)
-    sizes = torch.tensor([len(s.ids) for s in seen], device=logits.device)
-    shares = torch.cat([s.counts / max(s.length, 1) for s in seen]).to(logits.device)
-    at = torch.repeat_interleave(rows, sizes)
-    r = torch.repeat_interleave(repetition, sizes)
-    f = torch.repeat_interleave(frequency, sizes)
+    sizes = torch.tensor([len(s.ids) for s in seen])
+    shares = torch.cat([s.counts / max(s.length, 1) for s in seen])
+    where = torch.stack((torch.repeat_interleave(rows, sizes), torch.cat([s.ids for s in seen])))
+    amounts = torch.stack((repetition.repeat_interleave(sizes), frequency.repeat_interleave(sizes) * shares))
+    at, ids = where.to(logits.device, non_blocking=True)
+    r, taken = amounts.to(logits.device, non_blocking=True)
     scores = logits[at, ids]
-    logits[at, ids] = torch.where(scores < 0, scores * r, scores / r) - f * shares
+    logits[at, ids] = torch.where(scores < 0, scores * r, scores / r) - taken

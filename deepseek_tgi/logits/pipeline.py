@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -65,7 +66,8 @@ class SamplingState:
 class Choice:
     """Result of a step for n rows. `tops[row]` is `(ids, logprobs)`, best first, for rows that wanted alternatives.
 
-    `failed[row]` says why a row has no valid choice; its id and logprob are then meaningless.
+    `token_ids [n] int64` lies on the host and holds `ids`. `failed[row]` says why a row has no valid choice; its id and
+    logprob are then meaningless.
     """
 
     token_ids: torch.Tensor
@@ -103,9 +105,16 @@ class SamplingPlan:
         self._cut = [_is_cut(states[i]) for i in self._sampled]
         self._penalties = _columns(params, self._penalised, "repetition_penalty", "frequency_penalty")
         self._warps = _warps(params)
+        self._device = torch.device("cpu")
 
     def run(self, logits: torch.Tensor) -> Choice:
-        """Choose a token for each row of raw `logits [n, V] float32`, which may be changed in place."""
+        """Choose a token for each row of raw `logits [n, V] float32`, which may be changed in place.
+
+        All is worked out where the logits are, and what it came to is read back at once.
+        """
+        if logits.device != self._device:
+            self._device = logits.device
+            self._warps = [(rows.to(self._device), values.to(self._device), warp) for rows, values, warp in self._warps]
         logits = self._calibration(logits)
         peaks = logits.amax(-1)
         failed: dict[int, str] = {}
@@ -118,11 +127,15 @@ class SamplingPlan:
         logprobs = logits.log_softmax(-1)
         chosen = self._choose(logits, logprobs)
         picked = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1)
-        for row in (~(peaks.isfinite() & picked.isfinite())).nonzero().flatten().tolist():
-            model = "the model's logits are not finite"
-            failed.setdefault(row, OVERFLOW if math.isfinite(float(peaks[row])) else model)
+        # float64 holds ids and float32 numbers exactly.
+        columns = torch.stack((chosen.double(), picked.double(), peaks.double())).tolist()
+        ids, own = [int(number) for number in columns[0]], columns[1]
+        for row, (logprob, peak) in enumerate(zip(own, columns[2], strict=True)):
+            if not (math.isfinite(peak) and math.isfinite(logprob)):
+                model = "the model's logits are not finite"
+                failed.setdefault(row, OVERFLOW if math.isfinite(peak) else model)
         tops = self._top_tokens(logprobs, failed) if self._topped else {}
-        return Choice(chosen, chosen.tolist(), picked.tolist(), tops, failed)
+        return Choice(torch.tensor(ids), ids, own, tops, failed)
 
     def _edit(self, logits: torch.Tensor, failed: dict[int, str]) -> None:
         """The steps that change single scores: watermark, penalties, grammar."""
@@ -131,7 +144,7 @@ class SamplingPlan:
         if self._penalised:
             seen = [s for i in self._penalised if (s := self._states[i].seen) is not None]
             repetition, frequency = self._penalties
-            apply_penalties(logits, torch.tensor(self._penalised, device=logits.device), seen, repetition, frequency)
+            apply_penalties(logits, torch.tensor(self._penalised), seen, repetition, frequency)
         for row in self._constrained:
             constraint = self._states[row].constraint
             allowed = None if constraint is None else constraint.allowed(logits.shape[1])
@@ -141,19 +154,21 @@ class SamplingPlan:
                 fault = constraint.fault()
                 failed[row] = "the grammar allows no token here" + (f": {fault}" if fault else "")
                 continue
-            logits[row].masked_fill_(~allowed.to(logits.device), MINUS_INFINITY)
+            logits[row].masked_fill_(~allowed.to(logits.device, non_blocking=True), MINUS_INFINITY)
 
     def _choose(self, logits: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
         if not self._sampled:
             return logits.argmax(-1)
         states = [self._states[i] for i in self._sampled]
-        keys = noise_keys([s.params.seed for s in states], [s.length for s in states]).to(logits.device)
+        keys = noise_keys([s.params.seed for s in states], [s.length for s in states]).to(
+            logits.device, non_blocking=True
+        )
         dense = [(row, place) for place, row in enumerate(self._sampled) if not self._cut[place]]
         sparse = [(row, place) for place, row in enumerate(self._sampled) if self._cut[place]]
         everyone = len(self._sampled) == len(logits)
         if everyone and not (dense and sparse):
             return (sample_dense if dense else sample_sparse)(logprobs, keys)
-        chosen = torch.zeros(len(logits), dtype=torch.int64) if everyone else logits.argmax(-1)
+        chosen = torch.zeros(len(logits), dtype=torch.int64, device=logits.device) if everyone else logits.argmax(-1)
         for group, draw in ((dense, sample_dense), (sparse, sample_sparse)):
             if group:
                 rows, places = (torch.tensor(column, device=logits.device) for column in zip(*group, strict=True))
@@ -193,9 +208,10 @@ def _is_cut(state: SamplingState) -> bool:
 
 
 def _warps(params: Sequence[SamplingParams]) -> list[tuple[torch.Tensor, torch.Tensor, Warper]]:
+    top_k = partial(apply_top_k, largest=max((p.top_k for p in params), default=0))
     steps: list[tuple[Warper, list[tuple[int, float]], torch.dtype]] = [
         (apply_temperature, [(i, p.temperature) for i, p in enumerate(params) if p.temperature != 1.0], torch.float32),
-        (apply_top_k, [(i, p.top_k) for i, p in enumerate(params) if p.top_k != 0], torch.int64),
+        (top_k, [(i, p.top_k) for i, p in enumerate(params) if p.top_k != 0], torch.int64),
         (apply_top_p, [(i, p.top_p) for i, p in enumerate(params) if p.top_p < 1.0], torch.float32),
         (apply_typical_p, [(i, p.typical_p) for i, p in enumerate(params) if p.typical_p < 1.0], torch.float32),
     ]

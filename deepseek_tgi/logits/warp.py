@@ -20,10 +20,13 @@ def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(1))
 
 
-def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Drop scores below the k-th largest of each row; ties with it stay. `top_k [n] int64`, clamped to V."""
+def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, largest: int | None = None) -> torch.Tensor:
+    """Drop scores below the k-th largest of each row; ties with it stay. `top_k [n] int64`, clamped to V.
+
+    `largest` is that of `top_k`, where it is known and need not be asked for.
+    """
     k = top_k.clamp(max=logits.shape[1])
-    best = logits.topk(int(k.max())).values
+    best = logits.topk(min(largest or int(k.max()), logits.shape[1])).values
     threshold = best.gather(1, k.unsqueeze(1) - 1)
     return logits.masked_fill(logits < threshold, MINUS_INFINITY)
 

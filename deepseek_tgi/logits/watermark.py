@@ -24,8 +24,8 @@ class Watermark:
 
     def apply(self, row: torch.Tensor, previous_id: int) -> None:
         """Favour in place, in `row [V]`, the ids that follow from the token before."""
-        row[self._favoured(previous_id, len(row)).to(row.device)] += self._delta
+        row[self._favoured(previous_id, len(row), row.device)] += self._delta
 
-    def _draw(self, previous_id: int, vocab_size: int) -> torch.Tensor:
+    def _draw(self, previous_id: int, vocab_size: int, device: torch.device) -> torch.Tensor:
         generator = torch.Generator().manual_seed(HASH_KEY * previous_id)
-        return torch.randperm(vocab_size, generator=generator)[: int(vocab_size * self._gamma)]
+        return torch.randperm(vocab_size, generator=generator)[: int(vocab_size * self._gamma)].to(device)

@@ -25,7 +25,9 @@ def load_options(config: ShardConfig) -> LoadOptions:
         quantize=config.quantize,
         kv_cache_dtype=config.kv_cache_dtype or "auto",
         block_size=config.block_size,
+        device=config.device,
         kernels=config.kernels,
+        cuda_graphs=None if config.cuda_graphs is None else tuple(size for size in config.cuda_graphs if size),
         mla_prefill=config.mla_prefill,
         num_threads=config.num_threads,
         rank=config.rank,
@@ -45,6 +47,7 @@ def load_engine(config: ShardConfig, count: Count) -> EngineApi:
     `count(event, times)` is told of what the engine counts.
     """
     from deepseek_tgi.engine.engine import Engine, EngineConfig
+    from deepseek_tgi.engine.memory import memory_of
 
     model = config.weights_cache_override or config.model_id
     adapter = load_backend(config.backend).get_model(model, config.revision, load_options(config))
@@ -62,5 +65,6 @@ def load_engine(config: ShardConfig, count: Count) -> EngineApi:
             world_size=config.world_size,
         ),
         count,
+        memory_of(adapter.info.device, config.cuda_memory_fraction),
     )
     return engine
