@@ -1,7 +1,8 @@
 """A shard process around an engine without a model: for tests of sockets, signals and statuses.
 
 Run as `python tests/stub_shard.py serve …`, as the launcher runs `text-generation-server`. The first prompt of a
-Prefill tells the engine what to do: `sleep 2`, `raise TEXT`, `refuse TEXT`, `fatal TEXT`; anything else yields a token.
+Prefill tells the engine what to do: `sleep 2`, `spin 2`, `work 2` (with signs of progress), `raise TEXT`,
+`refuse TEXT`, `fatal TEXT`, `crash`; anything else yields a token. The file STUB_DEVICE tells the device check.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from deepseek_tgi.config import DownloadConfig, ShardConfig, read
 from deepseek_tgi.core import (
@@ -90,6 +93,9 @@ class StubEngine:
 
     def health(self) -> None:
         self.calls.append("health")
+        device = Path(os.environ.get("STUB_DEVICE", "/nowhere"))
+        if device.exists():
+            self._obey(device.read_text())
 
     def close(self) -> None:
         self.calls.append("close")
@@ -110,12 +116,28 @@ class StubEngine:
         logger.info("told to %s", word)
         if word == "sleep":
             time.sleep(float(rest))
+        elif word == "spin":
+            _spin(float(rest))
+        elif word == "work":
+            for _ in range(int(float(rest) / 0.05)):
+                time.sleep(0.05)
+                assert self.on_progress is not None
+                self.on_progress()
+        elif word == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
         elif word == "raise":
             raise ZeroDivisionError(rest)
         elif word == "refuse":
             raise RequestError(rest)
         elif word == "fatal":
             raise DeviceError(rest)
+
+
+def _spin(seconds: float) -> None:
+    """Compute and get nowhere."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        sum(range(1000))
 
 
 def _generation(request_id: int, done: bool) -> Generation:

@@ -8,8 +8,13 @@ import os
 import select
 import signal
 import stat
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
+
+
+ECHO_S = 0.2
+"""A signal again this soon is one request heard twice: `timeout` signals its child and then its own group."""
 
 
 class StopRequest:
@@ -32,11 +37,20 @@ class StopRequest:
         await self._event.wait()
 
 
-def watch_signals(stop: StopRequest) -> None:
-    """SIGTERM and SIGINT ask to stop."""
+def watch_signals(stop: StopRequest, leave_at_once: Callable[[int], None]) -> None:
+    """SIGTERM and SIGINT ask to stop; a second one, and not the echo of the first, means at once."""
     loop = asyncio.get_running_loop()
+    asked_at: list[float] = []
+
+    def note(number: signal.Signals) -> None:
+        now = loop.time()
+        if asked_at and now - asked_at[0] >= ECHO_S:
+            leave_at_once(number)
+        asked_at.append(now)
+        stop.ask(f"got {number.name}")
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.ask, f"got {number.name}")
+        loop.add_signal_handler(number, note, number)
 
 
 def is_lifeline(descriptor: int) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import time
 from collections.abc import Callable
 
 import grpc
@@ -16,8 +18,9 @@ from grpc_reflection.v1alpha import reflection
 
 from deepseek_tgi.config import ShardConfig
 from deepseek_tgi.errors import ConfigError, ResourceError
-from deepseek_tgi.pb import generate_pb2_grpc
+from deepseek_tgi.pb import control_pb2_grpc, generate_pb2_grpc
 from deepseek_tgi.probes.grpc_health import Directory, HealthService
+from deepseek_tgi.probes.http_face import ProbePort, asker_of
 from deepseek_tgi.probes.monitor import MonitorLimits
 from deepseek_tgi.probes.owner import Increment, Owner, Snapshot
 from deepseek_tgi.probes.publishing import Follower, trace_change
@@ -29,6 +32,7 @@ from deepseek_tgi.server.lifeline import StopRequest, watch_signals, watch_stdin
 from deepseek_tgi.server.loading import Count, load_engine
 from deepseek_tgi.server.service import SERVICE, EngineApi, ShardService
 from deepseek_tgi.server.sockets import Publication, check_path, rank_path
+from deepseek_tgi.server.watch import WatchCalls
 from deepseek_tgi.telemetry import tracing
 from deepseek_tgi.telemetry.metrics import ShardMetrics
 
@@ -36,6 +40,10 @@ logger = logging.getLogger(__name__)
 
 HURRIED_STOP_S = 4.0
 """Time for a running call when the launcher is gone: nobody will read its answer."""
+
+ABANDONED_S = 1.0
+"""Requests that nobody brings on for this long have lost their router."""
+DRAIN_POLL_S = 0.02
 
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 2**31 - 1),
@@ -61,11 +69,12 @@ class Shard:
         self._metrics = ShardMetrics()
         self._state = Owner()
         self._directory = Directory(self._state, SERVICE)
+        self._publication: Publication | None = None
 
     async def run(self) -> int:
         """The whole life; returns the exit code."""
         self._stop = StopRequest()
-        watch_signals(self._stop)
+        watch_signals(self._stop, self._leave_at_once)
         watch_stdin(self._stop)
         check_path(self._path)
         self._tracing = tracing.set_up(
@@ -74,6 +83,7 @@ class Shard:
         follower = Follower(self._state, self._show, self._changed)
         if self._config.metrics_port:
             self._serve_metrics(self._config.metrics_port + self._config.rank)
+        probes = self._probe_port()
         try:
             engine = await self._loaded()
             if engine is not None:
@@ -84,6 +94,8 @@ class Shard:
         finally:
             self._state.apply(Event.STOPPED)
             follower.close()
+            if probes is not None:
+                probes.stop()
             self._thread.close()
             self._tracing.shutdown()
         return self._stop.exit_code
@@ -104,7 +116,7 @@ class Shard:
     async def _serve(self, engine: EngineApi) -> None:
         service = self._service(engine)
         server = self._server(service)
-        publication = Publication(self._path)
+        self._publication = publication = Publication(self._path)
         try:
             server.add_insecure_port(f"unix:{publication.bound_path}")
         except RuntimeError as error:
@@ -121,11 +133,32 @@ class Shard:
         finally:
             self._state.apply(Event.STOP)
             monitor.stop()
+            allowed_s = HURRIED_STOP_S if self._stop.hurried else self._config.stop_timeout
+            started = time.monotonic()
+            await self._running_ends(service, allowed_s)
             self._directory.close()
-            await server.stop(HURRIED_STOP_S if self._stop.hurried else self._config.stop_timeout)
+            await server.stop(max(0.0, allowed_s - (time.monotonic() - started)))
             publication.hide()
             if self._thread.idle:
                 await self._thread.run(engine.close)
+
+    async def _running_ends(self, service: ShardService, allowed_s: float) -> None:
+        """While a router still brings running requests on, their steps are served; new ones are refused."""
+        deadline = time.monotonic() + allowed_s
+        while service.holds_requests and self._state.current.report.runs and time.monotonic() < deadline:
+            if self._thread.idle and time.monotonic() - self._thread.progress.last.at > ABANDONED_S:
+                return
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    def _probe_port(self) -> ProbePort | None:
+        port = self._config.shard_probe_port
+        if not port:
+            return None
+        try:
+            return ProbePort(asker_of(self._state), "0.0.0.0", port + self._config.rank)
+        except OSError as error:
+            taken = f"port {port + self._config.rank} cannot be bound ({error.strerror}); choose another"
+            raise ResourceError(f"DEEPSEEK_TGI_SHARD_PROBE_PORT: {taken}") from error
 
     def _service(self, engine: EngineApi) -> ShardService:
         config = self._config
@@ -136,9 +169,18 @@ class Shard:
         interceptor = CallInterceptor(SERVICE, service.drop, self._fatal, self._tracing, self._metrics)
         server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
         generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(service, server)
+        watch = WatchCalls(self._state, self._directory, self._thread.progress)
+        control_pb2_grpc.add_ModelControlServicer_to_server(watch, server)
         health_pb2_grpc.add_HealthServicer_to_server(HealthService(self._directory), server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         return server
+
+    def _leave_at_once(self, number: int) -> None:
+        """A second signal: whatever runs is cut off."""
+        logger.warning("got another signal: leaving at once")
+        if self._publication is not None:
+            self._publication.hide()
+        os._exit(128 + number)
 
     def _fatal(self, error: BaseException) -> None:
         self._state.apply(Event.FAIL, reason=str(error))

@@ -87,6 +87,7 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
         self._urls = list(urls)
         self._turns = Turns(thread, engine.turn, len(urls))
         self._metrics = metrics
+        self._held: set[int] = set()
         self.evidence: Evidence = NoEvidence()
         engine.watch(thread.progress.step)
         self._info = _info_pb(engine.info())
@@ -111,6 +112,10 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheResponse:
         """Forget one batch or all; an unknown id is fine."""
         batch_id = request.id if request.HasField("id") else None
+        if batch_id is None:
+            self._held.clear()
+        else:
+            self._held.discard(batch_id)
         await self._thread.run(lambda: self._engine.clear(batch_id))
         return pb.ClearCacheResponse()
 
@@ -139,8 +144,14 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
         number = call_number("Decode", *(batch.id for batch in request.batches))
         return await self._watched(self._turns.run(number, lambda: self._decode(request), "Decode"))
 
+    @property
+    def holds_requests(self) -> bool:
+        """True while a batch waits for its next step."""
+        return bool(self._held)
+
     async def drop(self, batch_ids: Sequence[int]) -> None:
         """Forget the batches of a failed call."""
+        self._held.difference_update(batch_ids)
         for batch_id in batch_ids:
             await self._thread.run(lambda batch_id=batch_id: self._engine.clear(batch_id))  # type: ignore[misc]
 
@@ -184,17 +195,22 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
     def _prefill(self, request: pb.PrefillRequest) -> pb.PrefillResponse:
         cached = convert.cached_batch_of(request.cached_batch) if request.HasField("cached_batch") else None
         result = self._engine.prefill(request.batch.id, convert.requests_of(request.batch), cached)
+        self._held.difference_update([] if cached is None else [cached.id])
         self._count("prefill", result)
         return convert.prefill_pb(result)
 
     def _decode(self, request: pb.DecodeRequest) -> pb.DecodeResponse:
-        result = self._engine.decode([batch.id for batch in request.batches])
+        ids = [batch.id for batch in request.batches]
+        result = self._engine.decode(ids)
+        self._held.difference_update(ids)
         self._count("decode", result)
         return convert.decode_pb(result)
 
     def _count(self, method: str, result: StepResult) -> None:
         self._metrics.forward_duration.labels(method).observe(result.timings.forward_ns / 1e9)
         self._metrics.generated_tokens.inc(sum(len(generation.tokens.ids) for generation in result.generations))
+        if result.batch is not None:
+            self._held.add(result.batch.id)
         self._metrics.cached_requests.set(result.batch.size if result.batch is not None else 0)
 
 

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": BASE
     | {"adapters.base", "adapters.hub", "config", "engine", "kv", "logits", "options", "pb", "probes", "registry"}
     | {"telemetry", "text"},
-    "router": BASE | {"config", "options", "pb", "telemetry", "text"},
+    "router": BASE | {"config", "options", "pb", "probes", "telemetry", "text"},
 }
 EVERYTHING = {"cli", "launcher"}
 
