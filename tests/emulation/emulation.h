@@ -19,6 +19,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __shared__ static
 #define __constant__ static const
 #define __noinline__
@@ -33,6 +34,7 @@ namespace emulation {
 constexpr int WARP = 32;
 constexpr size_t STACK_BYTES = 256 << 10;
 constexpr size_t SHARED_BYTES = 232448;
+constexpr unsigned MAX_CLUSTER = 8;
 
 [[noreturn]] inline void fail(const char* what) {
   fprintf(stderr, "emulation: %s\n", what);
@@ -91,14 +93,24 @@ struct Block {
   std::vector<Collective> warps;
   std::vector<int> live_in_warp;
   int live = 0, at_barrier = 0, barrier_generation = 0;
-  long progress = 0;
+  dim3 at;
+  unsigned char* memory = nullptr;
   void* scheduler = nullptr;
   Fiber* current = nullptr;
   void (*body)(void*) = nullptr;
   void* argument = nullptr;
 };
 
+// Blocks that run together; alone, a block is a cluster of one.
+struct Cluster {
+  Block* blocks = nullptr;
+  unsigned size = 0;
+  int live = 0, at_barrier = 0, barrier_generation = 0;
+  long progress = 0;
+};
+
 inline Block* block;
+inline Cluster cluster;
 alignas(128) inline unsigned char dynamic_memory[SHARED_BYTES];
 
 }  // namespace emulation
@@ -117,13 +129,19 @@ inline void finish_warp(Collective& c, int live) {
   c.finish(c, live);
   c.arrived = 0;
   c.generation++;
-  block->progress++;
+  cluster.progress++;
+}
+
+inline void release_cluster() {
+  cluster.at_barrier = 0;
+  cluster.barrier_generation++;
+  cluster.progress++;
 }
 
 inline void release_barrier() {
   block->at_barrier = 0;
   block->barrier_generation++;
-  block->progress++;
+  cluster.progress++;
 }
 
 // Every live lane of the warp brings `in` and leaves with `out`; `finish` works on all of them.
@@ -155,11 +173,13 @@ inline void on_exit(Fiber* self) {
   int warp = self->index / WARP;
   self->done = true;
   block->live--;
+  cluster.live--;
   block->live_in_warp[warp]--;
-  block->progress++;
+  cluster.progress++;
   Collective& c = block->warps[warp];
   if (c.arrived && c.arrived == block->live_in_warp[warp]) finish_warp(c, block->live_in_warp[warp]);
   if (block->at_barrier && block->at_barrier == block->live) release_barrier();
+  if (cluster.at_barrier && cluster.at_barrier == cluster.live) release_cluster();
 }
 
 inline void fiber_main() {
@@ -180,38 +200,51 @@ inline void prepare(Fiber& fiber) {
   fiber.stack_pointer = frame;
 }
 
-inline void run_block(void (*body)(void*), void* argument) {
-  static Block shared;
-  block = &shared;
+inline void start_block(Block& b, dim3 at, unsigned char* memory) {
   unsigned threads = blockDim.x * blockDim.y * blockDim.z;
-  shared.fibers.resize(threads);
-  shared.warps.assign((threads + WARP - 1) / WARP, Collective());
-  shared.live_in_warp.assign(shared.warps.size(), 0);
-  shared.live = int(threads);
-  shared.at_barrier = 0;
-  shared.body = body;
-  shared.argument = argument;
-  memset(dynamic_memory, 0xFF, sizeof dynamic_memory);  // NaN in every float format: unwritten memory shows
+  b.at = at;
+  b.memory = memory;
+  b.fibers.resize(threads);
+  b.warps.assign((threads + WARP - 1) / WARP, Collective());
+  b.live_in_warp.assign(b.warps.size(), 0);
+  b.live = int(threads);
+  b.at_barrier = 0;
+  memset(memory, 0xFF, SHARED_BYTES);  // NaN in every float format: unwritten memory shows
   for (unsigned i = 0; i < threads; i++) {
-    Fiber& fiber = shared.fibers[i];
+    Fiber& fiber = b.fibers[i];
     fiber.thread = dim3{i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
     fiber.index = int(i);
     fiber.done = false;
     fiber.groups.clear();
     fiber.open.clear();
-    shared.live_in_warp[i / WARP]++;
+    b.live_in_warp[i / WARP]++;
     prepare(fiber);
   }
-  while (shared.live) {
-    long before = shared.progress;
-    bool ran = false;
-    for (auto& fiber : shared.fibers) {
-      if (fiber.done) continue;
-      shared.current = &fiber;
-      ran = true;
-      emulation_switch(&shared.scheduler, fiber.stack_pointer);
-    }
-    if (ran && shared.live && shared.progress == before) fail("deadlock: every thread waits");
+}
+
+// Blocks `at`, `at` + 1, ... along the second axis, which take turns like the threads of one block.
+inline void run_cluster(dim3 at, unsigned size, void (*body)(void*), void* argument) {
+  static std::vector<Block> blocks(MAX_CLUSTER);
+  static std::vector<unsigned char> others((MAX_CLUSTER - 1) * SHARED_BYTES + 128);
+  unsigned char* more = others.data() + 127 - (reinterpret_cast<uintptr_t>(others.data()) + 127) % 128;
+  cluster = Cluster{blocks.data(), size};
+  for (unsigned i = 0; i < size; i++) {
+    start_block(blocks[i], dim3{at.x, at.y + i, at.z}, i ? more + (i - 1) * SHARED_BYTES : dynamic_memory);
+    blocks[i].body = body;
+    blocks[i].argument = argument;
+    cluster.live += blocks[i].live;
+  }
+  while (cluster.live) {
+    long before = cluster.progress;
+    for (unsigned i = 0; i < size; i++)
+      for (auto& fiber : blocks[i].fibers) {
+        if (fiber.done) continue;
+        block = &blocks[i];
+        blockIdx = block->at;
+        block->current = &fiber;
+        emulation_switch(&block->scheduler, fiber.stack_pointer);
+      }
+    if (cluster.live && cluster.progress == before) fail("deadlock: every thread waits");
   }
 }
 
@@ -231,27 +264,26 @@ struct Launch {
 };
 
 template <class... A>
-inline int run(void (*kernel)(A...), const unsigned* grid, const unsigned* block_shape, void** arguments, int count) {
+inline int run(void (*kernel)(A...), const unsigned* grid, const unsigned* block_shape, void** arguments, int count,
+               unsigned cluster_size = 1) {
   if (count != int(sizeof...(A))) return int(sizeof...(A));
+  if (grid[1] % cluster_size || cluster_size > MAX_CLUSTER) fail("the grid is not made of whole clusters");
   Launch<A...> launch{kernel, arguments};
   gridDim = dim3{grid[0], grid[1], grid[2]};
   blockDim = dim3{block_shape[0], block_shape[1], block_shape[2]};
   for (unsigned z = 0; z < grid[2]; z++)
-    for (unsigned y = 0; y < grid[1]; y++)
-      for (unsigned x = 0; x < grid[0]; x++) {
-        blockIdx = dim3{x, y, z};
-        run_block(&Launch<A...>::body, &launch);
-      }
+    for (unsigned y = 0; y < grid[1]; y += cluster_size)
+      for (unsigned x = 0; x < grid[0]; x++) run_cluster(dim3{x, y, z}, cluster_size, &Launch<A...>::body, &launch);
   return -1;
 }
 
 }  // namespace emulation
 
-#define EXPORT(name)                                                                                                 \
+#define EXPORT_CLUSTER(name, size)                                                                                   \
   extern "C" int emulate_##name(const unsigned* grid, const unsigned* block, void** arguments, int count) {          \
-    return emulation::run(&name, grid, block, arguments, count);                                                     \
+    return emulation::run(&name, grid, block, arguments, count, size);                                               \
   }
-
+#define EXPORT(name) EXPORT_CLUSTER(name, 1)
 
 static inline int lane_id() { return int(threadIdx.x & 31); }
 static inline void block_sync() {
@@ -267,7 +299,25 @@ static inline void warp_sync() {
   static const char kind = 0;
   emulation::collective<int, int>(&kind, 0, [](emulation::Collective&, int) {});
 }
-static inline u8* dynamic_shared() { return emulation::dynamic_memory; }
+static inline void cluster_sync() {
+  using namespace emulation;
+  int generation = cluster.barrier_generation;
+  if (++cluster.at_barrier == cluster.live) {
+    release_cluster();
+  } else {
+    while (cluster.barrier_generation == generation) yield();
+  }
+}
+static inline u8* dynamic_shared() { return emulation::block->memory; }
+static inline float cluster_load(const float* shared, int rank) {
+  using namespace emulation;
+  const auto* at = reinterpret_cast<const unsigned char*>(shared);
+  if (at < block->memory || at >= block->memory + SHARED_BYTES || unsigned(rank) >= cluster.size)
+    fail("a cluster has no such place");
+  float r;
+  memcpy(&r, cluster.blocks[rank].memory + (at - block->memory), 4);
+  return r;
+}
 
 static inline u32 float_bits(float x) {
   u32 r;

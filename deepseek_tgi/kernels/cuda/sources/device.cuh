@@ -38,6 +38,8 @@ struct __align__(8) words2 {
 #define DEVICE __device__ __forceinline__
 // Kernels are C functions; under emulation this also makes the door through which tests start them.
 #define EXPORT(name)
+// The same for one whose blocks come in clusters of `size` along the grid's second axis.
+#define EXPORT_CLUSTER(name, size)
 
 DEVICE int lane_id() { return threadIdx.x & 31; }
 DEVICE void block_sync() { __syncthreads(); }
@@ -214,6 +216,24 @@ DEVICE void load_tiles_turned(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_address(row)));
+}
+
+// --- clusters (sm_90 and newer): blocks that run together and read each other's shared memory ------------------------
+// Every thread of the cluster's blocks; what was written to shared memory before is seen by all after.
+DEVICE void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// The float at the place that `shared` has in this block, in block `rank` of the cluster.
+DEVICE float cluster_load(const float* shared, int rank) {
+  float r = 0.0f;
+#if __CUDA_ARCH__ >= 900
+  u32 remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(shared)), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(r) : "r"(remote) : "memory");
+#endif
+  return r;
 }
 
 // --- launches that overlap (sm_90; elsewhere both do nothing) -------------------------------------------------------

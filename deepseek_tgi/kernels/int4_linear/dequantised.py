@@ -1,0 +1,47 @@
+"""INT4 linear for any number of rows: the weight dequantised into a scratch matrix, then torch's own product.
+
+Right for every shape the layout holds, and what the other kernels must not be slower than.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepseek_tgi.kernels.cuda.program import Programs, spec
+from deepseek_tgi.kernels.int4_linear.layout import CHUNK, CudaInt4
+
+SOURCE = "int4_dequantise"
+SIGNATURE = "pppiiii"
+_THREADS = 128
+
+
+def dequantise(programs: Programs, w: CudaInt4, dtype: torch.dtype) -> torch.Tensor:
+    """The weight as `[N, K]`, bfloat16 (rounded once) or float32."""
+    out = torch.empty(w.out_features, w.in_features, dtype=dtype, device=w.codes.device)
+    wanted = spec(
+        SOURCE,
+        SOURCE,
+        SIGNATURE,
+        GROUP=w.group,
+        SCALE_KIND=w.scale_kind,
+        OUT_BF16=int(dtype == torch.bfloat16),
+        THREADS=_THREADS,
+    )
+    grid = (-(-w.chunks // (_THREADS // 32)), w.codes.shape[0], 1)
+    groups = w.chunks * CHUNK // w.group
+    arguments = (w.codes, w.metas, out, w.out_features, w.in_features, w.chunks, groups)
+    programs.kernel(wanted)(grid, _THREADS, arguments)
+    return out
+
+
+def multiply(programs: Programs, x: torch.Tensor, w: CudaInt4, wide: bool) -> torch.Tensor:
+    """`x [M, K]` times the weight in x's precision; the sum is rounded to it unless `wide` wants float32."""
+    weight = dequantise(programs, w, x.dtype)
+    return wide_product(x, weight) if wide else torch.nn.functional.linear(x, weight)
+
+
+def wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x weight^T` as float32, not rounded to the operands' precision where torch can."""
+    if x.dtype == torch.float32 or not x.is_cuda:
+        return torch.nn.functional.linear(x.float(), weight.float())
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)

@@ -1,0 +1,124 @@
+"""Kernels as compiled for a GPU, on a machine without one: what they take and which instructions they came to.
+
+An op says what must hold of its kernels in a file beside this one, named after the op, with two lists (either may be
+missing): `CUDA`, of `CudaKernel`, and `TRITON`, of `TritonKernel`. `tests/kernels/test_compiled_kernels.py` finds them.
+A pattern is a regular expression over one machine instruction with its suffixes, as nvdisasm writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from deepseek_tgi.kernels.cuda.program import KernelSpec
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+HOPPER, AMPERE = "sm_90a", "sm_80"
+
+WIDE_LOAD = r"LDG\.E\.(.*\.)?128.*"
+WIDE_COPY = r"LDGSTS\.E\.(.*\.)?128.*"
+MATRIX_BF16 = r"HMMA\.16816\.F32\.BF16"
+WARPGROUP_MATRIX = r"HGMMA\..*"
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """A spec that ships, its bounds, and what its code must have on each architecture."""
+
+    spec: KernelSpec
+    max_registers: int
+    must: tuple[str, ...] = ()
+    archs: tuple[str, ...] = (HOPPER, AMPERE)
+    must_not: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        macros = "-".join(f"{key.lower()}{value}" for key, value in self.spec.defines)
+        return f"{self.spec.name}-{macros}"
+
+
+@dataclass(frozen=True)
+class TritonKernel:
+    """A kernel `package.module:function` with types (`*bf16`, `i32`, ...) and constants by name.
+
+    `divisible` names the arguments that are multiples of 16, as pointers and strides usually are.
+    """
+
+    function: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    max_registers: int
+    must: tuple[str, ...] = ()
+    divisible: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    archs: tuple[str, ...] = (HOPPER, AMPERE)
+    must_not: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        values = "-".join(f"{key.lower()}{value}" for key, value in self.constants.items())
+        return f"{self.function.partition(':')[2]}-{values}"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made: `instructions` counts them by full name."""
+
+    registers: int
+    stack_bytes: int
+    instructions: Counter[str]
+
+    def count(self, pattern: str) -> int:
+        """How many instructions have the pattern."""
+        return sum(n for name, n in self.instructions.items() if re.fullmatch(pattern, name))
+
+
+def disassemble(cubin: Path) -> Compiled:
+    """Read a cubin that holds one kernel."""
+    usage = _tool("cuobjdump", "-res-usage", str(cubin))
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    code = _tool("nvdisasm", "-c", str(cubin))
+    # "        /*0010*/  @!P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;"
+    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", code)
+    assert names, code[:1000]
+    return Compiled(int(found[1]), int(found[2]), Counter(names))
+
+
+def compile_cuda(spec: KernelSpec, arch: str, folder: Path) -> Compiled:
+    """Compile a spec with NVRTC."""
+    from deepseek_tgi.kernels.cuda.nvrtc import compile_source
+
+    target = folder / f"{spec.name}-{arch}.cubin"
+    target.write_bytes(compile_source(spec, arch))
+    return disassemble(target)
+
+
+def compile_triton(kernels: list[TritonKernel], folder: Path) -> dict[tuple[str, str], Path]:
+    """Cubins by kernel and architecture; in a process of its own, where Triton compiles instead of interpreting."""
+    if not kernels:
+        return {}
+    work = [(str(kernel), asdict(kernel), arch) for kernel in kernels for arch in kernel.archs]
+    environ = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "triton")}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_triton.py")), str(folder)],
+        input=json.dumps(work), env=environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {(name, arch): Path(path) for name, arch, path in json.loads(done.stdout)}
+
+
+@cache
+def _tool(name: str, *arguments: str) -> str:
+    done = subprocess.run([str(TOOLS / name), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

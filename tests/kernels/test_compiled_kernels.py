@@ -1,0 +1,51 @@
+"""Every kernel that ships, compiled for its GPUs: registers, spills and the instructions it was written for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compiled.kernels import CudaKernel, TritonKernel, compile_cuda, compile_triton, disassemble
+
+FOLDER = Path(__file__).parents[1] / "compiled"
+OPS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in {"kernels", "compile_triton"})
+MAX_THREAD_REGISTERS = 255
+
+
+def listed(kind: str) -> Iterator[Any]:
+    for op in OPS:
+        yield from getattr(importlib.import_module(f"compiled.{op}"), kind, ())
+
+
+CUDA: list[tuple[CudaKernel, str]] = [(kernel, arch) for kernel in listed("CUDA") for arch in kernel.archs]
+TRITON: list[tuple[TritonKernel, str]] = [(kernel, arch) for kernel in listed("TRITON") for arch in kernel.archs]
+
+
+@pytest.fixture(scope="module")
+def cubins(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """All Triton kernels, compiled together: starting torch and Triton costs more than a kernel."""
+    return compile_triton(list(listed("TRITON")), tmp_path_factory.mktemp("cubins"))
+
+
+def check(kernel: CudaKernel | TritonKernel, compiled: Any) -> None:
+    assert compiled.registers <= min(kernel.max_registers, MAX_THREAD_REGISTERS)
+    assert compiled.stack_bytes == 0, "spills, or an array that is indexed at run time"
+    assert not compiled.count(r"(LDL|STL).*"), "spills"
+    for pattern in kernel.must:
+        assert compiled.count(pattern), f"no {pattern} among {sorted(compiled.instructions)}"
+    for pattern in kernel.must_not:
+        assert not compiled.count(pattern), f"{pattern} is there"
+
+
+@pytest.mark.parametrize(("kernel", "arch"), CUDA, ids=[f"{kernel}-{arch}" for kernel, arch in CUDA])
+def test_cuda_kernel(kernel: CudaKernel, arch: str, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    check(kernel, compile_cuda(kernel.spec, arch, tmp_path))
+
+
+@pytest.mark.parametrize(("kernel", "arch"), TRITON, ids=[f"{kernel}-{arch}" for kernel, arch in TRITON])
+def test_triton_kernel(kernel: TritonKernel, arch: str, cubins: dict[tuple[str, str], Path]) -> None:
+    check(kernel, disassemble(cubins[str(kernel), arch]))

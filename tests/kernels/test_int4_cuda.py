@@ -1,0 +1,118 @@
+"""The INT4 kernels of the GPU: in the emulator here, on a device under the marker `gpu`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from emulation.emulated import EmulatedPrograms
+from oracles import kernels as oracle
+
+from deepseek_tgi.errors import GenerationError
+from deepseek_tgi.kernels.cuda.machine import Machine
+from deepseek_tgi.kernels.int4_linear import cuda, dequantised, layout, stream
+from deepseek_tgi.kernels.int4_linear.stream import StreamShape
+
+MACHINE = Machine(EmulatedPrograms(), 3, 90)
+
+Int4 = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
+
+
+def int4(n: int, k: int, group_size: int, dtype: torch.dtype = torch.float16) -> Int4:
+    """A random weight whose scales keep products near 1."""
+    g = torch.Generator().manual_seed(n * 7919 + k)
+    codes = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (n, k // group_size), generator=g, dtype=torch.uint8)
+    scales = (torch.rand(n, k // group_size, generator=g) * 0.1 + 0.01).to(dtype)
+    return codes, zeros, scales, group_size
+
+
+def written_out(w: Int4) -> oracle.Array:
+    """The oracle's weight."""
+    codes, zeros, scales = (t.float().numpy() for t in w[:3])
+    return oracle.int4_weight(codes, zeros, scales, w[3])
+
+
+def bound(x: oracle.Array, weight: oracle.Array, out_bf16: bool) -> oracle.Array:
+    """What float32 sums of exact products may be off by: K additions, each within 2**-24 of the running sum, seldom
+    beyond twice the root of K of them; and the rounding of the result."""
+    size = np.abs(x) @ np.abs(weight).T
+    least: oracle.Array = size * (2 * math.sqrt(x.shape[1]) * 2**-24) + (size * 2**-8 if out_bf16 else 0)
+    return least
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(64, 128, 128), (33, 192, 64), (48, 96, 32), (16, 576, 576), (1, 32, 32), (130, 384, 96)], ids=str
+)
+def test_packing_loses_nothing(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    w = int4(*shape, dtype)
+    packed = layout.pack(*w)
+    expected = written_out(w)
+    # One float32 rounding of an exact difference times a scale.
+    assert abs(packed.dequantise().numpy() - expected).max() <= 2**-24 * abs(expected).max()
+    wide = dequantised.dequantise(EmulatedPrograms(), packed, torch.float32)
+    assert torch.equal(wide, packed.dequantise())
+    read = packed.tensors()
+    for got, given in zip((read.codes, read.zeros, read.scales), w[:3], strict=True):
+        assert torch.equal(got, given)
+        assert got.dtype == given.dtype or got.dtype == torch.float16  # bfloat16 that float16 holds exactly
+    narrow = dequantised.dequantise(EmulatedPrograms(), packed, torch.bfloat16)
+    assert torch.equal(narrow, wide.bfloat16())
+
+
+def test_what_cannot_be_packed_is_named() -> None:
+    codes, zeros, scales, group = int4(16, 48, 24)
+    assert layout.refusal(layout.Int4Tensors(codes, zeros, scales, group)) == "group size 24 is no multiple of 32"
+    assert layout.refusal(layout.Int4Tensors(*int4(16, 64, 32))) is None
+
+
+STREAMS = [
+    ((64, 256, 128), 1, StreamShape(split=2, depth=2, warps=2)),
+    ((80, 640, 128), 3, StreamShape(split=2, depth=3, warps=4)),
+    ((33, 192, 64), 8, StreamShape(split=1, depth=2, warps=2)),
+    ((200, 160, 32), 5, StreamShape(row_tiles=2, split=2, depth=4, warps=2)),
+    ((64, 512, 128), 9, StreamShape(row_tiles=2, split=4, depth=2, warps=4)),
+    ((48, 384, 64), 17, StreamShape(split=2, depth=3, warps=4, cluster=2)),
+    ((70, 1152, 64), 32, StreamShape(row_tiles=4, split=2, depth=2, warps=4, cluster=4)),
+    ((64, 256, 128), 2, StreamShape(split=4, depth=2, warps=4)),
+]
+
+
+@pytest.mark.parametrize(("size", "rows", "shape"), STREAMS, ids=str)
+def test_stream_equals_the_written_out_sum(size: tuple[int, int, int], rows: int, shape: StreamShape) -> None:
+    torch.manual_seed(rows)
+    w = int4(*size)
+    x = torch.randn(rows, size[1]).bfloat16()
+    bias, residual = torch.randn(size[0]), torch.randn(rows, size[0])
+    weight = written_out(w)
+    expected = oracle.linear(x.float().numpy(), weight, bias.numpy(), residual.numpy())
+    out = torch.full((rows, size[0]), float("nan"))
+    stream.launch(MACHINE, shape, x, layout.pack(*w), out, bias=bias, residual=residual)
+    assert (abs(out.numpy() - expected) <= bound(x.float().numpy(), weight, False) + 2**-22 * 10).all()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 33], ids=lambda m: f"M{m}")
+@pytest.mark.parametrize("group_size", [24, 32], ids=lambda g: f"g{g}")
+def test_the_op_takes_what_the_kernels_do_not(rows: int, group_size: int) -> None:
+    w = int4(40, 96, group_size)
+    packed = cuda.Packer(torch.device("cpu"))(*w)
+    x, bias, residual = torch.randn(rows, 96), torch.randn(40), torch.randn(rows, 40)
+    y = cuda.Int4Ops(MACHINE).int4_linear(x, packed, bias, residual)
+    assert y.dtype == torch.float32
+    rounded, weight = x.bfloat16().float().numpy(), written_out(w)
+    expected = oracle.linear(rounded, weight, bias.numpy(), residual.numpy())
+    # Beyond the kernels weights are rounded to bfloat16, by 2**-9 of each at most.
+    assert (abs(y.numpy() - expected) <= 2**-9 * (abs(rounded) @ abs(weight).T) + 2**-22 * 10).all()
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    ops, packed = cuda.Int4Ops(MACHINE), layout.pack(*int4(32, 64, 64))
+    x = torch.randn(2, 64)
+    for operands in ((x[:, :32],), (x.double(),), (x, torch.randn(31)), (x, None, torch.randn(2, 31))):
+        with pytest.raises(GenerationError, match="linear"):
+            ops.int4_linear(operands[0], packed, *operands[1:])
+    with pytest.raises(GenerationError, match="contiguous"):
+        ops.int4_linear(x, packed, None, None, torch.empty(32, 2).t())
