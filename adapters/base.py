@@ -133,6 +133,23 @@ class ModelAdapter(ABC):
     def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
         """Upper bound of temporary memory of a step with so many tokens and logit rows."""
 
+    def open_pool(self, pool: KVPool, max_requests: int, max_tokens: int) -> None:  # noqa: B027 - most need nothing
+        """Make ready to decode over `pool`, up to `max_requests` together, each of up to `max_tokens` in all.
+
+        Called once the cache is made and no step runs; a pool opened before is closed first.
+        """
+
+    def go_on_preparing(self) -> bool:
+        """Do a small part of what may wait until nothing else is to be done; False if nothing is left."""
+        return False
+
+    def close_pool(self) -> None:  # noqa: B027 - most need nothing
+        """Forget the pool of `open_pool`: its memory is about to go."""
+
+    def pool_overhead_bytes(self, max_requests: int, max_tokens: int) -> int:
+        """Upper bound of what `open_pool` and `go_on_preparing` take beside weights, cache and a step's workspace."""
+        return 0
+
     @property
     def ranks(self) -> Ranks | None:
         """How this rank agrees with the others; None for a model in one process. All ranks return the same logits."""

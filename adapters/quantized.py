@@ -14,6 +14,7 @@ from deepseek_tgi.adapters.cache_learning import prepare_cache
 from deepseek_tgi.adapters.checkpoint import Checkpoint
 from deepseek_tgi.adapters.devices import resolve_device
 from deepseek_tgi.adapters.dtypes import resolve_compute_dtype, resolve_kv_mode
+from deepseek_tgi.adapters.gpu_steps import GpuModel, GpuSteps
 from deepseek_tgi.adapters.hub import resolve_folder
 from deepseek_tgi.adapters.loading import load_decoder
 from deepseek_tgi.adapters.model_config import ModelConfig, read_model_config
@@ -22,7 +23,6 @@ from deepseek_tgi.adapters.parallel import RankGroup
 from deepseek_tgi.adapters.quantization import resolve
 from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.adapters.sharding import Share, plan_shards
-from deepseek_tgi.adapters.staging import InputStage, check_values
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import ConfigError
@@ -49,7 +49,10 @@ class QuantizedModelAdapter(ModelAdapter):
         info: ModelInfo,
         layout: CacheLayout,
         group: RankGroup | None = None,
+        *,
+        gpu: GpuSteps | None = None,
     ) -> None:
+        """`gpu` takes the steps of a model that is not on the CPU."""
         self._decoder = decoder
         self._group = group
         self._tokenizer = tokenizer
@@ -57,7 +60,7 @@ class QuantizedModelAdapter(ModelAdapter):
         self._layout = layout
         self._eos_token_ids = tokenizer.eos_token_ids
         self._device = torch.device(info.device)
-        self._stage = None if self._device.type == "cpu" else InputStage(self._device)
+        self._gpu = gpu
 
     @classmethod
     def get_model(
@@ -89,7 +92,9 @@ class QuantizedModelAdapter(ModelAdapter):
         source = WeightSource(plan, kernels, share, group, latent_form=options.mla_prefill)
         decoder = load_decoder(local, checkpoint, source, options.progress)
         info = _describe(model_id, config, kernels, decoder, plan.label)
-        adapter = cls(decoder, tokenizer, info, layout, group)
+        model = GpuModel(decoder, kernels, config.vocab_size, options.block_size, options.cuda_graphs)
+        gpu = None if device.type == "cpu" else GpuSteps(model, device)
+        adapter = cls(decoder, tokenizer, info, layout, group, gpu=gpu)
         prepare_cache(adapter, decoder.parts)
         return adapter
 
@@ -115,10 +120,8 @@ class QuantizedModelAdapter(ModelAdapter):
 
     def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
         """See `ModelAdapter`; the logits belong to the caller. Every rank takes the same steps."""
-        if self._stage is not None:
-            check_values(inputs, self._info.vocab_size, pool.num_slots)
-            torch.cuda.set_device(self._device)  # of this thread
-            inputs = self._stage.move(inputs)
+        if self._gpu is not None:
+            return self._gpu.step(inputs, pool)
         pages = LayerByLayer(pool)
         if self._group is None:
             return self._decoder.step(inputs, pages)
@@ -140,6 +143,24 @@ class QuantizedModelAdapter(ModelAdapter):
         """See `ModelAdapter`."""
         return self._decoder.workspace_bytes(num_tokens, num_logit_rows)
 
+    def open_pool(self, pool: KVPool, max_requests: int, max_tokens: int) -> None:
+        """See `ModelAdapter`."""
+        if self._gpu is not None:
+            self._gpu.open_pool(pool, max_requests, max_tokens)
+
+    def go_on_preparing(self) -> bool:
+        """See `ModelAdapter`."""
+        return self._gpu is not None and self._gpu.go_on_preparing()
+
+    def close_pool(self) -> None:
+        """See `ModelAdapter`."""
+        if self._gpu is not None:
+            self._gpu.close_pool()
+
+    def pool_overhead_bytes(self, max_requests: int, max_tokens: int) -> int:
+        """See `ModelAdapter`."""
+        return 0 if self._gpu is None else self._gpu.overhead_bytes(max_requests, max_tokens)
+
     @property
     def ranks(self) -> RankGroup | None:
         """See `ModelAdapter`."""
@@ -154,6 +175,8 @@ class QuantizedModelAdapter(ModelAdapter):
 def _join(options: LoadOptions, kernels: KernelSet) -> RankGroup | None:
     if options.world_size == 1:
         return None
+    if kernels.device.type != "cpu":
+        raise ConfigError(f"device: got {kernels.device} for {options.world_size} ranks, expected cpu or a single rank")
     group = join(Meeting(options.rank, options.world_size, options.master_addr, options.master_port))
     shared = group.share_memory(load_library() if kernels.name == "native" else None)
     logger.info("ranks exchange through %s", "memory that they share" if shared else "sockets (gloo)")

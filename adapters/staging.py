@@ -2,12 +2,13 @@
 
 Choice: seven small tensors become one transfer, and the host goes on while it runs; a stretch is written again only
 after the copy from it is done. Prevents: seven transfers that each wait for the device, on every token. Rejected: one
-stretch alone, which a chunk of a prompt, answered without a read-back, would overwrite on its way.
+stretch alone, for which the next chunk of a prompt, whose steps are not read back, would have to wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -30,54 +31,53 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
-class _Stretch:
-    """Pinned memory, its counterpart on the device, and when the last copy between them ends."""
+class PinnedRing:
+    """Host memory that copies to `device` start from, in turns. For one calling thread."""
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        on_gpu = device.type == "cuda"
-        self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        self.device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.copied: Event | None = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._memory: list[torch.Tensor | None] = [None] * STRETCHES
+        self._copied: list[Event | None] = [None] * STRETCHES
+        self._next = 0
+
+    @contextmanager
+    def stretch(self, num_bytes: int) -> Iterator[torch.Tensor]:
+        """`[num_bytes] uint8` to be written and copied from, without waiting for the copy, within the context."""
+        index = self._next
+        self._next = (index + 1) % STRETCHES
+        copied, memory = self._copied[index], self._memory[index]
+        if copied is not None:
+            copied.synchronize()
+        if memory is None or memory.numel() < num_bytes:
+            size = max(_FIRST_BYTES, 1 << (num_bytes - 1).bit_length())
+            memory = self._memory[index] = torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
+        yield memory[:num_bytes]
+        if self._on_gpu:
+            if copied is None:
+                copied = self._copied[index] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
 
 
 class InputStage:
-    """Moves the inputs of one step after the other to `device`. For one calling thread.
-
-    What `move` returned is overwritten `STRETCHES` calls later; by then its step has long been launched, in order.
-    """
+    """Moves the inputs of one step after the other to `device`. For one calling thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stretches: list[_Stretch | None] = [None] * STRETCHES
-        self._next = 0
+        self._ring = PinnedRing(device)
 
     def move(self, inputs: ForwardInputs) -> ForwardInputs:
         """`inputs` with its tensors on the device."""
         tensors = [getattr(inputs, name) for name in FIELDS]
-        sizes = [tensor.nbytes for tensor in tensors]
-        stretch = self._stretch(sum(sizes))
-        _pack(stretch.host, tensors)
-        used = sum(sizes)
-        stretch.device[:used].copy_(stretch.host[:used], non_blocking=True)
-        if stretch.copied is not None:
-            stretch.copied.record()
+        with self._ring.stretch(sum(tensor.nbytes for tensor in tensors)) as host:
+            _pack(host, tensors)
+            packed = torch.empty(host.shape, dtype=torch.uint8, device=self._device)
+            packed.copy_(host, non_blocking=True)
         moved: dict[str, Any] = {}
         at = 0
-        for name, tensor, size in zip(FIELDS, tensors, sizes, strict=True):
-            moved[name] = stretch.device[at : at + size].view(tensor.dtype).view(tensor.shape)
-            at += size
+        for name, tensor in zip(FIELDS, tensors, strict=True):
+            moved[name] = packed[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            at += tensor.nbytes
         return replace(inputs, **moved)
-
-    def _stretch(self, num_bytes: int) -> _Stretch:
-        index = self._next
-        self._next = (index + 1) % STRETCHES
-        found = self._stretches[index]
-        if found is not None and found.copied is not None:
-            found.copied.synchronize()
-        if found is None or found.host.numel() < num_bytes:
-            size = max(_FIRST_BYTES, 1 << (num_bytes - 1).bit_length())
-            found = self._stretches[index] = _Stretch(self._device, size)
-        return found
 
 
 def _pack(host: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

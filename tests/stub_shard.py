@@ -45,6 +45,9 @@ class StubEngine:
     calls: list[str] = field(default_factory=list)
     on_progress: Callable[[], None] | None = None
 
+    def go_on_preparing(self) -> bool:
+        return False
+
     def watch(self, on_progress: Callable[[], None]) -> None:
         self.on_progress = on_progress
 

@@ -33,14 +33,15 @@ class Head:
         """Bytes of the packed matrix and the norm."""
         return self.norm.nbytes + self.matrix.nbytes
 
-    def __call__(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[R, V] float32`, owned by the caller, of `hidden[rows]`; `rows [R]` ascending and distinct.
 
-        `hidden [T, H]` is used up. Every rank gets the same bits.
+        `hidden [T, H]` is used up. Every rank gets the same bits. Where the matrix is whole, `out` may be given.
         """
         if rows.shape[0] != hidden.shape[0]:
             hidden = hidden.index_select(0, rows)
-        own = hidden.new_empty(hidden.shape[0], self.widths[0 if self.group is None else self.group.rank])
+        width = self.widths[0 if self.group is None else self.group.rank]
+        own = hidden.new_empty(hidden.shape[0], width) if out is None else out
         normed = hidden if self.dtype == hidden.dtype else torch.empty_like(hidden, dtype=self.dtype)
         self.matrix(self.norm(hidden, normed), None, own)
         return own if self.group is None else self.group.gather_columns(own, self.widths)

@@ -81,6 +81,7 @@ class Decoder:
     def __init__(self, weights: DecoderWeights, kernels: KernelSet, device: torch.device) -> None:
         self._weights = weights
         self._native = kernels.name == "native"
+        self._device = device
         self._scratch = Scratch(weights.parts, device)
 
     @property
@@ -102,11 +103,31 @@ class Decoder:
         )
         return sizes.bytes_of(num_tokens, num_logit_rows)
 
-    def step(self, inputs: ForwardInputs, pages: PagesByLayer) -> torch.Tensor:
-        """Raw logits `[R, V] float32` of `inputs.logit_rows`; K/V of all tokens is written to `pages`."""
+    def scratch(self, num_tokens: int) -> Scratch:
+        """Scratch memory of its own, for steps of up to `num_tokens`: it never moves."""
+        scratch = Scratch(self._weights.parts, self._device)
+        scratch.cut(num_tokens)
+        return scratch
+
+    @property
+    def ops(self) -> frozenset[str]:
+        """Ops of the kernel set that the parts run by themselves."""
+        return frozenset(op for part in self._weights.parts for op in part.ops)
+
+    def step(
+        self,
+        inputs: ForwardInputs,
+        pages: PagesByLayer,
+        scratch: Scratch | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Raw logits `[R, V] float32` of `inputs.logit_rows`; K/V of all tokens is written to `pages`.
+
+        All tensors lie on the model's device. `scratch` is that of the model unless given; `out` as in `Head`.
+        """
         weights = self._weights
         hidden = weights.embedding(inputs.input_ids)  # [T, H], the residual stream
         context = StepContext(inputs, pages, weights.rope.covering(inputs.max_context))
-        for part, buffers in zip(weights.parts, self._scratch.cut(hidden.shape[0]), strict=True):
+        for part, buffers in zip(weights.parts, (scratch or self._scratch).cut(hidden.shape[0]), strict=True):
             part(hidden, buffers, context)
-        return weights.head(hidden, inputs.logit_rows)
+        return weights.head(hidden, inputs.logit_rows, out)

@@ -32,7 +32,14 @@ from deepseek_tgi.engine.config import (
 from deepseek_tgi.engine.intake import Intake
 from deepseek_tgi.engine.memory import MemoryReader, memory_of
 from deepseek_tgi.engine.runner import Runner
-from deepseek_tgi.engine.warmup import Limits, cache_budget, plan_cache, workspace_bytes, worst_case
+from deepseek_tgi.engine.warmup import (
+    DEFAULT_BATCH_SIZE,
+    Limits,
+    cache_budget,
+    plan_cache,
+    workspace_bytes,
+    worst_case,
+)
 from deepseek_tgi.errors import NotReadyError, RequestError
 from deepseek_tgi.kv.pool import KVPool
 
@@ -95,7 +102,9 @@ class Engine:
         limits.check(positions, self._config.prefill_chunking)
         default_total = min(positions, self._adapter.tokenizer.model_max_length or positions)
         layout = self._adapter.kv_layout
-        workspace = self._largest(workspace_bytes(self._adapter, limits, self._config))
+        batch_size = self._config.max_batch_size or DEFAULT_BATCH_SIZE
+        overhead = self._adapter.pool_overhead_bytes(batch_size, limits.max_total_tokens or default_total)
+        workspace = self._largest(workspace_bytes(self._adapter, limits, self._config) + overhead)
         # The same plan on declared figures first: what cannot fit must not be tried.
         budget = cache_budget(self._available(), workspace, self._config)
         plan_cache(layout, limits, default_total, budget, self._config, agree=self._smallest)
@@ -104,17 +113,23 @@ class Engine:
         with self._together():
             measured = self._measure(worst_case(requests, positions), max_prefill_tokens)
         # What the step keeps (scratch buffers) is workspace; it is no longer free and must not count twice.
+        measured += overhead
         kept = min(max(workspace, measured), max(0, self._memory.resident_bytes() - before))
         workspace = max(workspace, self._largest(measured))
         budget = cache_budget(self._available(kept), workspace, self._config)
         plan = plan_cache(layout, limits, default_total, budget, self._config, agree=self._smallest)
         with self._together():
             self._runner = self._make_runner(plan.num_blocks, max_prefill_tokens)
+            self._adapter.open_pool(self._runner.pool, batch_size, plan.result.max_total_tokens)
         log.info(
             "cache of %d blocks of %d tokens, %d bytes, for requests of up to %d tokens; %d bytes of workspace",
             plan.num_blocks, layout.block_size, self._runner.pool.nbytes, plan.result.max_total_tokens, workspace,
         )  # fmt: skip
         return plan.result
+
+    def go_on_preparing(self) -> bool:
+        """Do a small part of what the first steps did not wait for; False if nothing is left."""
+        return self._runner is not None and self._adapter.go_on_preparing()
 
     def turn(self, call: int) -> int:
         """The call that every rank runs next: the `call` that rank 0 asks with. Asked before warm-up and each step."""
@@ -264,5 +279,6 @@ class Engine:
     def _release(self) -> None:
         self._store.drop_all()
         if self._runner is not None:
+            self._adapter.close_pool()
             self._runner.pool.close()
         self._runner = None

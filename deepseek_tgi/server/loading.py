@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deepseek_tgi.config import ShardConfig
@@ -13,6 +14,8 @@ from deepseek_tgi.server.service import EngineApi
 if TYPE_CHECKING:
     from deepseek_tgi.adapters.base import LoadOptions
 
+GPU_FRACTION, GPU_REQUESTS = 0.95, 1 << 20
+"""A GPU is the shard's own: the cache takes all that a worst-case step leaves but a little."""
 Count = Callable[[str, int], None]
 
 
@@ -51,20 +54,18 @@ def load_engine(config: ShardConfig, count: Count) -> EngineApi:
 
     model = config.weights_cache_override or config.model_id
     adapter = load_backend(config.backend).get_model(model, config.revision, load_options(config))
-    engine: EngineApi = Engine(
-        adapter,
-        EngineConfig(
-            request_logprobs=config.request_logprobs,
-            prefill_chunking=config.prefill_chunking,
-            use_prefix_caching=config.prefix_caching,
-            kv_memory_bytes=config.kv_memory or None,
-            max_batch_size=config.max_batch_size,
-            watermark_gamma=config.watermark_gamma,
-            watermark_delta=config.watermark_delta,
-            rank=config.rank,
-            world_size=config.world_size,
-        ),
-        count,
-        memory_of(adapter.info.device, config.cuda_memory_fraction),
+    settings = EngineConfig(
+        request_logprobs=config.request_logprobs,
+        prefill_chunking=config.prefill_chunking,
+        use_prefix_caching=config.prefix_caching,
+        kv_memory_bytes=config.kv_memory or None,
+        max_batch_size=config.max_batch_size,
+        watermark_gamma=config.watermark_gamma,
+        watermark_delta=config.watermark_delta,
+        rank=config.rank,
+        world_size=config.world_size,
     )
+    if adapter.info.device_type != "cpu":
+        settings = replace(settings, kv_memory_fraction=GPU_FRACTION, kv_full_requests=GPU_REQUESTS)
+    engine: EngineApi = Engine(adapter, settings, count, memory_of(adapter.info.device, config.cuda_memory_fraction))
     return engine

@@ -40,6 +40,7 @@ class EngineApi(Protocol):
     def watch(self, on_progress: Callable[[], None]) -> None: ...
     def info(self) -> ShardInfo: ...
     def turn(self, call: int) -> int: ...
+    def go_on_preparing(self) -> bool: ...
     def warmup(
         self,
         requests: list[Request],
@@ -130,6 +131,8 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
         self._state.apply(Event.WARM)
         response = await self._turns.run(call_number("Warmup"), lambda: self._warmup(request), "Warmup")
         self._state.apply(Event.WARMED)
+        if len(self._urls) == 1:  # several ranks would have to do it together
+            self._thread.while_idle(self._engine.go_on_preparing)
         return response
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:

@@ -1,0 +1,220 @@
+"""Recorded decode steps, with a recorder that runs on a CPU: the same logits and pages as plain steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepseek_tgi.adapters.base import LoadOptions
+from deepseek_tgi.adapters.decode_graphs import DecodeGraphs, GraphSpec, usual_buckets
+from deepseek_tgi.adapters.gpu_steps import GpuModel, GpuSteps
+from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.errors import GenerationError
+from deepseek_tgi.kernels.select import KernelSet, select_kernels
+from deepseek_tgi.kv.pool import KVPool
+
+CPU = torch.device("cpu")
+VOCAB = 11
+
+
+class Recorder:
+    """Stands in for CUDA graphs: what was recorded runs again, on whatever its addresses hold by then."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.replayed = 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+
+        def replay() -> None:
+            self.replayed += 1
+            run()
+
+        return replay
+
+
+def decode_inputs(cached: Sequence[int], tables: torch.Tensor, block_size: int = 16) -> ForwardInputs:
+    """One new token each for requests with `cached` tokens; ids differ by request and position."""
+    count = len(cached)
+    lens = torch.tensor(cached, dtype=torch.int32)
+    blocks = tables.gather(1, (lens.long() // block_size).unsqueeze(1)).squeeze(1).long()
+    return ForwardInputs(
+        input_ids=(torch.arange(count) * 3 + lens) % VOCAB,
+        positions=lens,
+        slots=blocks * block_size + lens % block_size,
+        cu_seqlens=torch.arange(count + 1, dtype=torch.int32),
+        block_tables=tables,
+        cache_lens=lens,
+        logit_rows=torch.arange(count),
+        max_seqlen=1,
+        max_context=max(cached) + 1,
+    )
+
+
+def echo(inputs: ForwardInputs, logits: torch.Tensor) -> None:
+    """A model whose logits are what it was given."""
+    columns = (inputs.input_ids, inputs.slots, inputs.positions, inputs.cache_lens, inputs.block_tables.sum(1))
+    logits.zero_()
+    logits[:, : len(columns)] = torch.stack([column.float() for column in columns], 1)
+
+
+def graphs_of(buckets: Sequence[int], recorder: Recorder | None = None) -> DecodeGraphs:
+    return DecodeGraphs(GraphSpec(buckets, 4, 16, VOCAB), echo, CPU, recorder or Recorder())
+
+
+def test_buckets_waste_at_most_a_fifth() -> None:
+    for most in (1, 3, 8, 20, 100, 128, 200):
+        buckets = usual_buckets(most)
+        assert buckets[0] == 1
+        assert buckets[-1] == most
+        assert all(high - (low + 1) <= high / 5 for low, high in pairwise(buckets))
+
+
+def test_the_first_are_recorded_at_once_and_the_rest_one_by_one() -> None:
+    graphs = graphs_of((1, 2, 3, 4, 5, 6))
+    graphs.record_first()
+    assert graphs.recorded == [1, 2, 4, 6]
+    assert graphs.bucket(3) == 4, "until its own is there"
+    assert graphs.record_next()
+    assert graphs.recorded == [1, 2, 4, 5, 6]
+    assert graphs.record_next()
+    assert not graphs.record_next()
+    assert [graphs.bucket(rows) for rows in (1, 3, 5, 6)] == [1, 3, 5, 6]
+    assert graphs.bucket(7) is None
+
+
+def test_rows_reach_the_recorded_step_and_padding_writes_nowhere() -> None:
+    recorder = Recorder()
+    graphs = graphs_of((4,), recorder)
+    graphs.record_first()
+    tables = torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32)
+    inputs = decode_inputs([5, 17, 30], tables)
+    logits = graphs.run(inputs)
+    assert logits is not None
+    assert recorder.replayed == 1
+    expected = [inputs.input_ids, inputs.slots, inputs.positions, inputs.cache_lens, tables.sum(1)]
+    assert torch.equal(logits[:, :5], torch.stack([column.float() for column in expected], 1))
+    assert logits.shape == (3, VOCAB)
+    padding = graphs._logits[3]
+    assert padding[:4].tolist() == [0, -1, 0, 0]
+
+
+def test_fewer_rows_after_more_leave_no_row_behind() -> None:
+    graphs = graphs_of((4,))
+    graphs.record_first()
+    graphs.run(decode_inputs([5, 6, 7, 8], torch.ones(4, 2, dtype=torch.int32)))
+    graphs.run(decode_inputs([9], torch.ones(1, 2, dtype=torch.int32)))
+    assert graphs._logits[1:4, 1].tolist() == [-1, -1, -1]
+
+
+def test_block_tables_are_read_again_only_where_they_may_differ() -> None:
+    graphs = graphs_of((2,))
+    graphs.record_first()
+    tables = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+    assert graphs.run(decode_inputs([1, 1], tables))[:, 4].tolist() == [3, 7]  # type: ignore[index]
+    tables[0, 0] = 9
+    assert graphs.run(decode_inputs([1, 1], tables))[:, 4].tolist() == [11, 7]  # type: ignore[index]
+    graphs._tables[0, 1] = 100
+    assert graphs.run(decode_inputs([2, 2], tables))[0, 4] == 109, "untouched tables are not copied"  # type: ignore[index]
+    assert graphs.run(decode_inputs([2, 2], tables.clone()))[0, 4] == 11  # type: ignore[index]
+
+
+def test_what_is_no_decode_step_or_does_not_fit_is_left_to_the_model() -> None:
+    graphs = graphs_of((2,))
+    graphs.record_first()
+    good = decode_inputs([1, 1], torch.ones(2, 4, dtype=torch.int32))
+    assert graphs.run(good) is not None
+    assert graphs.run(replace(good, max_seqlen=2)) is None
+    assert graphs.run(replace(good, logit_rows=good.logit_rows[:1])) is None
+    assert graphs.run(replace(good, max_context=65)) is None
+    assert graphs.run(decode_inputs([1, 1, 1], torch.ones(3, 4, dtype=torch.int32))) is None
+
+
+@pytest.fixture
+def model(tiny_model_dir: Path) -> QuantizedModelAdapter:
+    return QuantizedModelAdapter.get_model(
+        str(tiny_model_dir), options=LoadOptions(device="cpu", kernels="torch", dtype="float32", num_threads=1)
+    )
+
+
+def recordable() -> KernelSet:
+    """A set none of whose ops counts as asking the device: only names are looked at."""
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+    return replace(select_kernels("cpu", wish="torch", num_threads=1), kv_write=other, paged_attention=other,
+                   qkv_attention=other)  # fmt: skip
+
+
+def steps_of(model: QuantizedModelAdapter, kernels: KernelSet, buckets: tuple[int, ...] | None = None) -> GpuSteps:
+    gpu = GpuModel(model._decoder, kernels, model.info.vocab_size, model.kv_layout.block_size, buckets)
+    return GpuSteps(gpu, CPU, Recorder)
+
+
+def test_a_recorded_model_gives_the_plain_models_logits_and_pages(model: QuantizedModelAdapter) -> None:
+    pools = [KVPool(model.kv_layout, 12) for _ in range(2)]
+    steps = steps_of(model, recordable())
+    steps.open_pool(pools[1], 5, 60)
+    while steps.go_on_preparing():
+        pass
+    tables = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.int32)
+    for cached in ([0, 0, 0], [1, 1], [2], [1, 1, 1], [20, 33, 2], [21, 34, 3]):
+        inputs = decode_inputs(cached, tables[: len(cached)])
+        plain = model.step(inputs, pools[0])
+        recorded = steps.step(inputs, pools[1])
+        # Sums over contexts run over the tables' whole width here, and so in another order.
+        torch.testing.assert_close(recorded, plain, atol=1e-4, rtol=1e-4)
+        pages = [pool.storage.view(torch.float32) for pool in pools]
+        torch.testing.assert_close(pages[1], pages[0], atol=1e-4, rtol=1e-4)
+        assert torch.equal(pages[0] == 0, pages[1] == 0), "padding is stored nowhere"
+    for pool in pools:
+        pool.close()
+
+
+def test_another_pool_and_prompts_are_not_replayed(model: QuantizedModelAdapter) -> None:
+    pool, other = KVPool(model.kv_layout, 4), KVPool(model.kv_layout, 4)
+    steps = steps_of(model, recordable(), (1,))
+    steps.open_pool(pool, 1, 32)
+    inputs = decode_inputs([0], torch.tensor([[1, 2]], dtype=torch.int32))
+    expected = model.step(inputs, KVPool(model.kv_layout, 4))
+    torch.testing.assert_close(steps.step(inputs, other), expected, atol=1e-4, rtol=1e-4)
+    assert not pool.storage.any(), "the recorded steps write to their own pool alone"
+    torch.testing.assert_close(steps.step(inputs, pool), expected, atol=1e-4, rtol=1e-4)
+    steps.close_pool()
+    assert not steps.go_on_preparing()
+
+
+def test_kernels_that_ask_the_device_are_said(model: QuantizedModelAdapter, caplog: pytest.LogCaptureFixture) -> None:
+    steps = steps_of(model, select_kernels("cpu", wish="torch", num_threads=1))
+    with caplog.at_level(logging.INFO):
+        steps.open_pool(KVPool(model.kv_layout, 4), 4, 32)
+    assert "not recorded in graphs: qkv_attention ask for values" in caplog.text
+    assert steps.overhead_bytes(4, 32) == 0
+    assert not steps.go_on_preparing()
+
+
+def test_ids_and_slots_are_looked_at_before_they_are_moved(model: QuantizedModelAdapter) -> None:
+    pool = KVPool(model.kv_layout, 4)
+    steps = steps_of(model, recordable(), (1,))
+    inputs = decode_inputs([0], torch.tensor([[1, 2]], dtype=torch.int32))
+    with pytest.raises(GenerationError, match="slot 64, expected below 64"):
+        steps.step(replace(inputs, slots=torch.tensor([64])), pool)
+
+
+def test_the_plan_covers_what_is_held(model: QuantizedModelAdapter) -> None:
+    steps = steps_of(model, recordable())
+    steps.open_pool(KVPool(model.kv_layout, 4), 8, 64)
+    graphs = steps._graphs
+    assert graphs is not None
+    held = [graphs._rows._memory, graphs._tables, graphs._offsets, graphs._logits]
+    assert sum(tensor.nbytes for tensor in held) <= GraphSpec(usual_buckets(8), 4, 16, model.info.vocab_size).nbytes
+    assert steps.overhead_bytes(8, 64) > sum(tensor.nbytes for tensor in held)
