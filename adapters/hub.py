@@ -55,8 +55,9 @@ def resolve_folder(model_id: str, revision: str | None = None, environ: Mapping[
         raise CheckpointError(
             f"{model_id} is not in {folder.parent}; make it with: deepseek-tgi download-weights {model_id}"
         )
-    if _is_path(model_id):
-        raise CheckpointError(f"{model_id}: no such folder; expected one with config.json and .safetensors files")
+    if is_path(model_id):
+        what = "not a folder" if Path(model_id).exists() else "no such folder"
+        raise CheckpointError(f"{model_id}: {what}; expected one with config.json and .safetensors files")
     return _snapshot(model_id, revision, environ, local_only=True)
 
 
@@ -65,7 +66,7 @@ def download(model_id: str, revision: str | None = None, environ: Mapping[str, s
 
     Raises: `CheckpointError` for an unknown, gated or unreachable id, `ResourceError` for a full disk.
     """
-    if Path(model_id).is_dir() or model_id in (DEMO_MODEL_ID, SMALL_MODEL_ID) or _is_path(model_id):
+    if Path(model_id).is_dir() or model_id in (DEMO_MODEL_ID, SMALL_MODEL_ID) or is_path(model_id):
         return resolve_folder(model_id, revision, environ)
     return _snapshot(model_id, revision, environ, local_only=False)
 
@@ -78,7 +79,7 @@ def _demo_folder() -> Path:
     return folder
 
 
-def _is_path(model_id: str) -> bool:
+def is_path(model_id: str) -> bool:
     """True for what can only be meant as a path: hub ids have at most one slash and start with a letter or digit."""
     return model_id.startswith((".", "/", "~")) or model_id.count("/") > 1
 

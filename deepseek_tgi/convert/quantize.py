@@ -115,16 +115,15 @@ def _choose_group_size(jobs: list[_Job], wanted: int | None) -> int:
         return -1
     if wanted is not None and wanted <= 0:
         raise ConfigError(f"group size is {wanted}; expected -1 or a positive number")
-    candidates = GROUP_SIZES if wanted is None else (wanted,)
-    for size in candidates:
-        misfit = next((job for job in layers if job.shape[1] % size), None)
-        if misfit is None:
+    for size in GROUP_SIZES if wanted is None else (wanted,):
+        misfits = [job for job in layers if job.shape[1] % size]
+        if not misfits:
             return size
-    raise ConfigError(
-        f"group size {candidates[-1]} does not divide the input side of {misfit.name}, {misfit.shape[1]}"
-        if misfit
-        else "no group size fits"
-    )
+    # The last size is the only or the smallest one, which divides wherever a larger one does.
+    where = f"the input side of {misfits[0].name}, {misfits[0].shape[1]}"
+    if wanted is not None:
+        raise ConfigError(f"group size {wanted} does not divide {where}")
+    raise ConfigError(f"no group size of {', '.join(map(str, GROUP_SIZES))} divides {where}; give --group-size")
 
 
 def _plan_packing(job: _Job, size: int) -> _Job:

@@ -54,10 +54,17 @@ class Recipe:
         for source in sorted(_SOURCE_FOLDER.iterdir()):
             if source.suffix in {".cpp", ".h"}:
                 state.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-        version = subprocess.run([self.compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
-        for part in (version, " ".join(self.flags).encode(), _cpu_features()):
+        for part in (_version(self.compiler), " ".join(self.flags).encode(), _cpu_features()):
             state.update(part + b"\0")
         return state.hexdigest()[:20]
+
+
+def _version(compiler: str) -> bytes:
+    answer = subprocess.run([compiler, "--version"], check=False, capture_output=True, timeout=60)
+    if answer.returncode:
+        words = answer.stderr.decode(errors="replace").strip().partition("\n")[0][:200]
+        raise BuildError(f"{compiler} --version failed: {words or f'code {answer.returncode}'}")
+    return answer.stdout
 
 
 def find_compiler(environ: dict[str, str] | None = None) -> str:

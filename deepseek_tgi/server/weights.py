@@ -12,6 +12,7 @@ from deepseek_tgi.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
+SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 
@@ -28,6 +29,8 @@ def prepare(config: DownloadConfig) -> Path:
     try:
         folder = hub.resolve_folder(config.model_id, config.revision)
     except CheckpointError:
+        if hub.is_path(config.model_id):
+            raise
         folder = None
     if folder is not None and (Path(config.model_id).exists() or not missing_files(folder, config.extension)):
         return _complete(folder, config.extension)
@@ -36,9 +39,12 @@ def prepare(config: DownloadConfig) -> Path:
 
 
 def missing_files(folder: Path, extension: str) -> list[str]:
-    """Weight files named by the index that are absent; without an index, the pattern if no file has the extension."""
+    """Weight files named by the index that are absent; without an index, the pattern if no file has the extension.
+
+    Beside a single file an index says nothing, as when loading.
+    """
     index = folder / INDEX
-    if extension == ".safetensors" and index.is_file():
+    if extension == ".safetensors" and index.is_file() and not (folder / SINGLE_FILE).exists():
         try:
             if index.stat().st_size > MAX_INDEX_BYTES:
                 raise ValueError(f"more than {MAX_INDEX_BYTES} bytes")

@@ -82,8 +82,9 @@ class TextTokenizer:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise CheckpointError(
-                f"{file}: cannot be read ({error}); expected the `tokenizers` file every checkpoint of a supported "
+                f"{file}: cannot be read ({reason}); expected the `tokenizers` file every checkpoint of a supported "
                 "family carries; saving the tokenizer again with transformers' `save_pretrained` writes it"
             ) from error
         return cls(_parse_backend(file, text), read_settings(folder))

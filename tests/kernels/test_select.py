@@ -56,6 +56,14 @@ def test_auto_takes_the_native_set_where_a_compiler_is() -> None:
     assert (kernels.name, kernels.num_threads, kernels.compute_dtype) == ("native", 3, ComputeDtype.BFLOAT16)
 
 
+def test_a_compiler_that_does_not_run_is_quoted(tmp_path: Path) -> None:
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho 'cannot execute cc1plus' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    with pytest.raises(compiler.BuildError, match=r"/g\+\+ --version failed: cannot execute cc1plus$"):
+        compiler.Recipe(str(broken), ()).digest()
+
+
 def test_without_a_compiler_auto_runs_on_torch_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -156,7 +156,7 @@ def test_group_size_is_the_largest_that_fits_or_the_one_asked(
     ("inner", "asked", "message"),
     [
         (96, 64, r"group size 64 does not divide the input side of model\.layers\.0\.mlp\.down_proj\.weight, 96"),
-        (200, None, "group size 32 does not divide the input side"),
+        (200, None, r"no group size of 128, 64, 32 divides the input side of .*, 200; give --group-size"),
         (384, 0, "group size is 0; expected -1 or a positive number"),
         (384, -8, "group size is -8"),
     ],
