@@ -149,6 +149,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _compile(recipe: Recipe, folder: Path, target: Path) -> None:
     started = time.monotonic()
+    logger.info("compiling the native kernels with %s, once for this machine: a minute or two", recipe.compiler)
     for abandoned in folder.glob(f"{_WORK_PREFIX}*"):  # its process is gone: this one holds the lock
         shutil.rmtree(abandoned, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=_WORK_PREFIX) as work:

@@ -31,6 +31,7 @@ HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 100.0
 SHOWN_LINES = 40
 _WARNING = b"  WARN "
+_COMPILING = b"compiling the native kernels"
 
 Say = Callable[[str], None]
 
@@ -58,7 +59,7 @@ def run(wish: Wish, say: Say) -> int:
         child = Child(_spec(wish, Path(folder), tail))
         try:
             say(f"Starting {wish.model_id} on http://{HOST}:{wish.port} … ")
-            if not _wait_healthy(wish, child, signals, tail):
+            if not _wait_healthy(wish, child, signals, tail, say):
                 return 0
             say("ready.\n" + _warnings(tail) + f"\n> {wish.question}\n")
             for piece in _answer(wish):
@@ -95,10 +96,14 @@ def _spec(wish: Wish, folder: Path, tail: deque[bytes]) -> Spec:
     return Spec("server", python_argv("deepseek_tgi.launcher.main", *options), os.environ, tail.append, tail.append)
 
 
-def _wait_healthy(wish: Wish, child: Child, signals: StopSignals, tail: deque[bytes]) -> bool:
-    """True when the router answers, false if asked to stop meanwhile."""
+def _wait_healthy(wish: Wish, child: Child, signals: StopSignals, tail: deque[bytes], say: Say) -> bool:
+    """True when the router answers, false if asked to stop meanwhile. Says why it takes so long on a new machine."""
+    told = False
     while not signals.stopping():
         _check(child, tail)
+        if not told and any(_COMPILING in line for line in tuple(tail)):
+            told = True
+            say("(compiling the kernels for this machine, once: a minute or two) … ")
         try:
             with _open(f"http://{HOST}:{wish.port}/health"):
                 return True

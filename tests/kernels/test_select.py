@@ -64,6 +64,19 @@ def test_a_compiler_that_does_not_run_is_quoted(tmp_path: Path) -> None:
         compiler.Recipe(str(broken), ()).digest()
 
 
+def test_a_long_compilation_is_announced_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = tmp_path / "g++"
+    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho stuck >&2\nexit 1\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fake))
+    monkeypatch.setenv("DEEPSEEK_TGI_CACHE", str(tmp_path / "cache"))
+    with caplog.at_level(logging.INFO), pytest.raises(compiler.BuildError, match="the compiler refused: stuck"):
+        compiler.build()
+    assert f"compiling the native kernels with {fake}, once for this machine" in caplog.text
+
+
 def test_without_a_compiler_auto_runs_on_torch_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
