@@ -176,6 +176,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dstgi_moe": [_P, _P, _P, _P, _I, _I, _P, _P],
     "dstgi_meet": [_P, _P, _P, _I, _I, _I, _P],
     "dstgi_leave": [_P, _I],
+    "dstgi_scratch_bytes": [_P],
     "dstgi_latent_write": [_P, _P, _P, _P, *[_I] * 4],
     "dstgi_latent_prepare": [_P, _P, _P, _F],
     "dstgi_latent_attention": [_P, _P, _P],
@@ -195,6 +196,12 @@ class NativeLibrary:
     def handle(self, products: int) -> Any:
         """The handle for a call of so many multiply-adds."""
         return self.quick if products <= QUICK_PRODUCTS else self.slow
+
+    def scratch_bytes(self) -> int:
+        """Bytes that the library keeps between calls, in all threads."""
+        held = c_int64()
+        self.quick.dstgi_scratch_bytes(ctypes.addressof(held))
+        return held.value
 
 
 def _declare(handle: Any) -> Any:

@@ -7,6 +7,9 @@
 #include <mutex>
 #include <thread>
 
+#include "api.h"
+#include "scratch.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -136,3 +139,6 @@ void run_tasks(int threads, int64_t count, Body body, void* context) {
 }
 
 }  // namespace dstgi
+
+// Bytes that the process keeps between calls: see scratch.h.
+DSTGI_API void dstgi_scratch_bytes(int64_t* bytes) { *bytes = dstgi::scratch_bytes.load(); }
