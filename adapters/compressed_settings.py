@@ -8,7 +8,7 @@ which is nearer to the model that was quantised. Source: compressed-tensors `qua
 from __future__ import annotations
 
 from deepseek_tgi.adapters.awq.format import PACK_QUANTIZED
-from deepseek_tgi.adapters.json_fields import Fields
+from deepseek_tgi.adapters.json_fields import Fields, shown
 from deepseek_tgi.adapters.quant_schemes import EVERYTHING, Fp8Scheme, Int4Scheme, NameList, QuantSettings, Scheme
 from deepseek_tgi.errors import CheckpointError, UnsupportedModelError
 
@@ -18,6 +18,7 @@ _READABLE = f"{PACK_QUANTIZED.name} (4-bit integers, weights only) and {_FLOAT} 
 _ANY_INT = 2**31
 _LINEAR = "Linear"
 _SCALE = "weight_scale"
+BLOCK_SIDES = "two positive integers, outputs and inputs of a block"
 
 
 def read_compressed_tensors(fields: Fields) -> QuantSettings:
@@ -29,7 +30,7 @@ def read_compressed_tensors(fields: Fields) -> QuantSettings:
     for key in ("sparsity_config", "transform_config"):
         extra = fields.section(key)
         if extra and extra.data and extra.data.get("format") != "dense" and any(extra.data.values()):
-            raise _refuse(fields, key, "only plain quantised weights are read")
+            raise fields.unsupported(key, "only plain quantised weights are read")
     groups = fields.section("config_groups")
     if groups is None or not groups.data:
         raise CheckpointError(f"{fields.source}: {fields.prefix}config_groups is missing or empty; expected one group")
@@ -55,11 +56,6 @@ def _names(entries: list[str] | tuple[str, ...]) -> NameList:
     return NameList(names.parts, names.patterns, names.opaque or bool(classes))
 
 
-def _refuse(fields: Fields, key: str, expected: str) -> UnsupportedModelError:
-    got = fields.data.get(key)
-    return UnsupportedModelError(f"{fields.source}: {fields.prefix}{key} {got!r} is not implemented; {expected}")
-
-
 def _read_group(groups: Fields, name: str, top_format: str) -> tuple[tuple[str, ...], Scheme]:
     """Targets and scheme of one config group."""
     group = groups.section(name)
@@ -73,7 +69,7 @@ def _read_group(groups: Fields, name: str, top_format: str) -> tuple[tuple[str, 
     if layout == _FLOAT or (layout == _MIXED and _is_float(weights)):
         return targets, _read_fp8(weights)
     raise UnsupportedModelError(
-        f"{groups.source}: quant_method 'compressed-tensors' with format {layout!r} is not implemented; "
+        f"{groups.source}: quant_method 'compressed-tensors' with format {shown(repr(layout))} is not implemented; "
         f"supported are {_READABLE}"
     )
 
@@ -84,13 +80,13 @@ def _is_float(weights: Fields) -> bool:
 
 def _read_int4(group: Fields, weights: Fields) -> Int4Scheme:
     if weights.integer("num_bits", low=-_ANY_INT) != 4 or _is_float(weights):
-        raise _refuse(weights, "num_bits", "pack-quantized is read as 4-bit integers")
+        raise weights.unsupported("num_bits", "pack-quantized is read as 4-bit integers")
     if group.has("input_activations"):
-        raise _refuse(group, "input_activations", "only weights may be quantised (W4A16)")
+        raise group.unsupported("input_activations", "only weights may be quantised (W4A16)")
     size = weights.integer("group_size", default=-1, low=-_ANY_INT)
     strategy = weights.text("strategy", default="channel" if size == -1 else "group")
     if strategy not in ("group", "channel"):
-        raise _refuse(weights, "strategy", "group and channel are read")
+        raise weights.unsupported("strategy", "group and channel are read")
     return Int4Scheme(
         layout=PACK_QUANTIZED,
         group_size=-1 if strategy == "channel" else weights.integer("group_size", low=-_ANY_INT),
@@ -104,21 +100,18 @@ def _has_sorted_groups(weights: Fields) -> bool:
     order = weights.data.get("actorder")
     known = {None: False, False: False, True: True, "static": False, "weight": False, "dynamic": True, "group": True}
     if not isinstance(order, str | bool | None) or order not in known:
-        raise _refuse(weights, "actorder", "group and weight are read")
+        raise weights.unsupported("actorder", "group and weight are read")
     return known[order]
 
 
 def _read_fp8(weights: Fields) -> Fp8Scheme:
     if weights.integer("num_bits", low=-_ANY_INT) != 8 or not _is_float(weights):
-        raise _refuse(weights, "num_bits", f"{_FLOAT} is read as 8-bit floats")
+        raise weights.unsupported("num_bits", f"{_FLOAT} is read as 8-bit floats")
     if not weights.flag("symmetric", default=True):
-        raise _refuse(weights, "symmetric", "8-bit floats have no zero points")
+        raise weights.unsupported("symmetric", "8-bit floats have no zero points")
     strategy = weights.text("strategy", default="tensor")
     if strategy in ("tensor", "channel"):
         return Fp8Scheme(None, _SCALE)
     if strategy != "block":
-        raise _refuse(weights, "strategy", "tensor, channel and block are read")
-    value = weights.data.get("block_structure")
-    if not isinstance(value, list) or len(value) != 2 or not all(type(side) is int and side > 0 for side in value):
-        weights.fail("block_structure", "two positive integers, outputs and inputs of a block")
-    return Fp8Scheme((value[0], value[1]), _SCALE)
+        raise weights.unsupported("strategy", "tensor, channel and block are read")
+    return Fp8Scheme(weights.pair("block_structure", BLOCK_SIDES), _SCALE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deepseek_tgi.adapters.json_fields import Fields
+from deepseek_tgi.adapters.json_fields import Fields, shown
 from deepseek_tgi.adapters.part_specs import GatedMlp, LatentAttention, MixtureOfExperts
 from deepseek_tgi.adapters.rope_config import LARGEST_MSCALE, RopeConfig, RopeKind, rope_section
 from deepseek_tgi.errors import UnsupportedModelError
@@ -48,8 +48,8 @@ def _refuse_extras(fields: Fields) -> None:
     for key in _SPARSE_KEYS:
         if fields.has(key):
             raise UnsupportedModelError(
-                f"{fields.source}: {key} is {fields.data[key]!r}: sparse attention (the indexer that picks the tokens "
-                "to attend to) is not implemented; models without it are"
+                f"{fields.source}: {key} is {shown(repr(fields.data[key]))}: sparse attention (the indexer that picks "
+                "the tokens to attend to) is not implemented; models without it are"
             )
     if fields.integer("ep_size", default=1) != 1:
         raise UnsupportedModelError(
@@ -117,7 +117,8 @@ def _read_routing(fields: Fields, generation: int) -> Routing:
     scoring = fields.text("scoring_func", default="softmax" if generation == 2 else "sigmoid")
     if scoring not in {each.value for each in Scoring}:
         raise UnsupportedModelError(
-            f"{fields.source}: scoring_func is {scoring!r}; implemented are {', '.join(each.value for each in Scoring)}"
+            f"{fields.source}: scoring_func is {shown(repr(scoring))}; implemented are "
+            f"{', '.join(each.value for each in Scoring)}"
         )
     return Routing(
         num_experts=experts,
@@ -136,6 +137,6 @@ def _read_rank(fields: Fields, generation: int) -> GroupRank:
     known = [rank.value for rank in _METHODS[generation]]
     if name not in known:
         raise UnsupportedModelError(
-            f"{fields.source}: topk_method is {name!r}; deepseek_v{generation} has {', '.join(known)}"
+            f"{fields.source}: topk_method is {shown(repr(name))}; deepseek_v{generation} has {', '.join(known)}"
         )
     return GroupRank(name)

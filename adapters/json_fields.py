@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from deepseek_tgi.errors import CheckpointError
+from deepseek_tgi.errors import CheckpointError, UnsupportedModelError
 
 MAX_CONFIG_BYTES = 32 * 2**20
 """Far above any real config (lists of excluded modules of large MoE models reach about 1 MB)."""
@@ -80,6 +80,11 @@ class Fields:
         got = "missing" if self.data.get(key) is None else shown(repr(self.data[key]))
         raise CheckpointError(f"{self.source}: {self.prefix}{key} is {got}; expected {expected}")
 
+    def unsupported(self, key: str, instead: str) -> UnsupportedModelError:
+        """The error for a value of `key` that makes sense and is not implemented; `instead` says what is."""
+        got = shown(repr(self.data.get(key)))
+        return UnsupportedModelError(f"{self.source}: {self.prefix}{key} {got} is not implemented; {instead}")
+
     def has(self, key: str) -> bool:
         """True if `key` is there and not null."""
         return self.data.get(key) is not None
@@ -138,6 +143,13 @@ class Fields:
             self.fail(key, "a list of strings")
         return tuple(value)
 
+    def pair(self, key: str, expected: str) -> tuple[int, int]:
+        """Two positive integers."""
+        value = self.data.get(key)
+        if not isinstance(value, list) or len(value) != 2 or not all(type(side) is int and side > 0 for side in value):
+            self.fail(key, expected)
+        return value[0], value[1]
+
     def section(self, key: str) -> Fields | None:
         """The object under `key`, or None when absent."""
         value = self.data.get(key)
@@ -145,7 +157,7 @@ class Fields:
             return None
         if not isinstance(value, dict):
             self.fail(key, "an object")
-        return Fields(self.source, value, f"{self.prefix}{key}.")
+        return Fields(self.source, value, f"{self.prefix}{shown(key)}.")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         """Token ids given as one integer, a list or nothing. Negative ids mean "none" in old checkpoints."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deepseek_tgi.adapters.deepseek_config import published_yarn, read_deepseek
-from deepseek_tgi.adapters.json_fields import Fields, read_json
+from deepseek_tgi.adapters.json_fields import Fields, read_json, shown
 from deepseek_tgi.adapters.part_specs import (
     Attention,
     GatedMlp,
@@ -104,11 +104,14 @@ def parse_model_config(fields: Fields, folder: Path) -> ModelConfig:
     if model_type not in FAMILIES:
         note = f": it needs {_MISSING[model_type]}" if model_type in _MISSING else ""
         raise UnsupportedModelError(
-            f"{fields.source}: model_type {model_type!r} is not implemented{note}; supported are {', '.join(FAMILIES)}"
+            f"{fields.source}: model_type {shown(repr(model_type))} is not implemented{note}; supported are "
+            f"{', '.join(FAMILIES)}"
         )
     activation = fields.text("hidden_act", default="silu")
     if activation not in _SILU:
-        raise UnsupportedModelError(f"{fields.source}: hidden_act is {activation!r}; only silu is implemented")
+        raise UnsupportedModelError(
+            f"{fields.source}: hidden_act is {shown(repr(activation))}; only silu is implemented"
+        )
     attention, mlp, experts = FAMILIES[model_type](fields)
     max_positions = fields.integer("max_position_embeddings")
     rope = read_rope(fields, max_positions)
@@ -190,7 +193,7 @@ def _refuse_sliding_window(fields: Fields) -> None:
     if windowed and not within:
         raise UnsupportedModelError(
             f"{fields.source}: sliding-window attention is active (layer_types or use_sliding_window, sliding_window "
-            f"{fields.data.get('sliding_window')!r}) and is not implemented; full attention is"
+            f"{shown(repr(fields.data.get('sliding_window')))}) and is not implemented; full attention is"
         )
 
 

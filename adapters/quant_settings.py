@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deepseek_tgi.adapters.awq.format import AWQ_VERSIONS, GPTQ_FORMATS
-from deepseek_tgi.adapters.compressed_settings import read_compressed_tensors
-from deepseek_tgi.adapters.json_fields import Fields, read_json
+from deepseek_tgi.adapters.compressed_settings import BLOCK_SIDES, read_compressed_tensors
+from deepseek_tgi.adapters.json_fields import Fields, read_json, shown
 from deepseek_tgi.adapters.quant_schemes import EVERYTHING, Fp8Scheme, Int4Scheme, NameList, QuantSettings, Scheme
 from deepseek_tgi.errors import UnsupportedModelError
 
@@ -43,27 +43,22 @@ def read_quant_settings(folder: Path, quantization: Mapping[str, object] | None)
     if method in _READERS:
         return _READERS[method](fields)
     layout = quantization.get("format") or quantization.get("fmt") or quantization.get("version")
-    named = f" (format {layout!r})" if layout else ""
+    named = f" (format {shown(repr(layout))})" if layout else ""
     raise UnsupportedModelError(
-        f"{source}: quant_method {method!r}{named} is not implemented; supported are {SUPPORTED}"
+        f"{source}: quant_method {shown(repr(method))}{named} is not implemented; supported are {SUPPORTED}"
     )
-
-
-def _refuse(fields: Fields, key: str, expected: str) -> UnsupportedModelError:
-    got = fields.data.get(key)
-    return UnsupportedModelError(f"{fields.source}: {fields.prefix}{key} {got!r} is not implemented; {expected}")
 
 
 def _read_awq(fields: Fields) -> QuantSettings:
     bits_key = "bits" if fields.has("bits") else "w_bit"
     if fields.integer(bits_key, low=-_ANY_INT) != 4:
-        raise _refuse(fields, bits_key, "AWQ is read at 4 bits")
+        raise fields.unsupported(bits_key, "AWQ is read at 4 bits")
     key = next((key for key in ("version", "checkpoint_format", "format") if fields.has(key)), "version")
     version = fields.text(key, default="gemm").lower()
     if version not in AWQ_VERSIONS:
-        raise _refuse(fields, key, f"AWQ is read as {' or '.join(AWQ_VERSIONS)}")
+        raise fields.unsupported(key, f"AWQ is read as {' or '.join(AWQ_VERSIONS)}")
     if fields.text("backend", default="autoawq") == "llm-awq":
-        raise _refuse(fields, "backend", "AWQ is read as AutoAWQ writes it")
+        raise fields.unsupported("backend", "AWQ is read as AutoAWQ writes it")
     group_key = "group_size" if fields.has("group_size") else "q_group_size"
     scheme = Int4Scheme(
         layout=AWQ_VERSIONS[version],
@@ -76,14 +71,14 @@ def _read_awq(fields: Fields) -> QuantSettings:
 
 def _read_gptq(fields: Fields) -> QuantSettings:
     if fields.integer("bits", low=-_ANY_INT) != 4:
-        raise _refuse(fields, "bits", "GPTQ is read at 4 bits")
+        raise fields.unsupported("bits", "GPTQ is read at 4 bits")
     key = "checkpoint_format" if fields.has("checkpoint_format") else "format"
     layout = fields.text(key, default="gptq").lower()
     if layout not in GPTQ_FORMATS or fields.data.get("is_marlin_format"):
         key = key if layout not in GPTQ_FORMATS else "is_marlin_format"
-        raise _refuse(fields, key, f"GPTQ is read as {' or '.join(GPTQ_FORMATS)}")
+        raise fields.unsupported(key, f"GPTQ is read as {' or '.join(GPTQ_FORMATS)}")
     if fields.integer("pack_dtype_bits", default=32) != 32 or fields.text("pack_dtype", default="int32") != "int32":
-        raise _refuse(fields, "pack_dtype", "GPTQ is read in words of 32 bits")
+        raise fields.unsupported("pack_dtype", "GPTQ is read in words of 32 bits")
     # Sorted groups exist only where groups were made after sorting: not with one group, not with static ones.
     size = fields.integer("group_size", default=-1, low=-_ANY_INT)
     sorted_groups = fields.flag("desc_act", default=False) and not fields.flag("static_groups", default=False)
@@ -113,7 +108,7 @@ def _read_dynamic(fields: Fields, scheme: Int4Scheme) -> tuple[tuple[tuple[NameL
         if own is None:
             continue
         if own.integer("bits", default=4, low=-_ANY_INT) != 4:
-            raise _refuse(own, "bits", "GPTQ is read at 4 bits")
+            raise own.unsupported("bits", "GPTQ is read at 4 bits")
         override = Int4Scheme(
             layout=scheme.layout,
             group_size=own.integer("group_size", default=scheme.group_size, low=-_ANY_INT),
@@ -126,27 +121,18 @@ def _read_dynamic(fields: Fields, scheme: Int4Scheme) -> tuple[tuple[tuple[NameL
 
 def _read_fp8(fields: Fields) -> QuantSettings:
     if fields.text("fmt", default="e4m3") != "e4m3":
-        raise _refuse(fields, "fmt", "8-bit floats are read as e4m3")
+        raise fields.unsupported("fmt", "8-bit floats are read as e4m3")
     if fields.text("activation_scheme", default="dynamic").lower() not in ("dynamic", "static"):
-        raise _refuse(fields, "activation_scheme", "expected dynamic or static")
+        raise fields.unsupported("activation_scheme", "expected dynamic or static")
     if fields.text("scale_fmt", default="float") not in _SCALE_FORMATS:
-        raise _refuse(fields, "scale_fmt", f"scales are read as {' or '.join(_SCALE_FORMATS)}")
+        raise fields.unsupported("scale_fmt", f"scales are read as {' or '.join(_SCALE_FORMATS)}")
     if fields.text("expert_dtype", default="fp8") != "fp8":
-        raise _refuse(fields, "expert_dtype", "experts are read as fp8")
+        raise fields.unsupported("expert_dtype", "experts are read as fp8")
     key = "modules_to_not_convert" if fields.has("modules_to_not_convert") else "ignored_layers"
     excluded = NameList.of(fields.texts(key))
-    block = _read_block(fields)
+    block = fields.pair("weight_block_size", BLOCK_SIDES) if fields.has("weight_block_size") else None
     scheme = Fp8Scheme(None, "weight_scale") if block is None else Fp8Scheme(block)
     return QuantSettings("fp8", fields.source, ((EVERYTHING, scheme),), excluded)
-
-
-def _read_block(fields: Fields) -> tuple[int, int] | None:
-    value = fields.data.get("weight_block_size")
-    if value is None:
-        return None
-    if not isinstance(value, list) or len(value) != 2 or not all(type(side) is int and side > 0 for side in value):
-        fields.fail("weight_block_size", "two positive integers, outputs and inputs of a block")
-    return value[0], value[1]
 
 
 _READERS = {

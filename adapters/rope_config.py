@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from deepseek_tgi.adapters.json_fields import Fields
+from deepseek_tgi.adapters.json_fields import Fields, shown
 from deepseek_tgi.errors import ConfigError, UnsupportedModelError
 
 DEFAULT_THETA = 10_000.0
@@ -107,7 +107,7 @@ def _read_kind(fields: Fields) -> RopeKind:
     known = [kind.value for kind in RopeKind]
     if name not in known:
         raise UnsupportedModelError(
-            f"{fields.source}: {fields.prefix}{key} is {name!r}; implemented are {', '.join(known)}"
+            f"{fields.source}: {fields.prefix}{key} is {shown(repr(name))}; implemented are {', '.join(known)}"
         )
     return RopeKind(name)
 

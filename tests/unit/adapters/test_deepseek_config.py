@@ -240,6 +240,24 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, over: dict[s
         read(tmp_path, V3, **over)
 
 
+@pytest.mark.parametrize(
+    "over",
+    [
+        *({key: "x" * 10**6} for key in ("model_type", "topk_method", "scoring_func", "hidden_act", "index_topk")),
+        {"rope_scaling": {"type": "x" * 10**6}},
+        {"quantization_config": {"quant_method": "x" * 10**6, "format": "y" * 10**6}},
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "x" * 10**6}},
+        {"quantization_config": {"quant_method": "compressed-tensors", "sparsity_config": {"x" * 10**6: 1}}},
+        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"x" * 10**6: {"weights": 1}}}},
+    ],
+    ids="-".join,
+)
+def test_a_refusal_is_short_however_long_the_value(tmp_path: Path, over: dict[str, Any]) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+        read(tmp_path, V3, **over)
+    assert len(str(caught.value)) < 600 + len(str(tmp_path))
+
+
 def test_the_older_generation_knows_its_own_methods(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="'noaux_tc'; deepseek_v2 has greedy, group_limited_greedy"):
         read(tmp_path, V2, topk_method="noaux_tc")
