@@ -1,7 +1,8 @@
 """Memory that latent attention keeps from step to step, as arithmetic on its sizes. No torch here.
 
 The native op (native/latent_absorbed.cpp, native/latent_expanded.cpp) has memory of its own, grown to the largest step
-seen; these are upper bounds of it, the same for a plan made from a config and for a loaded model. Units: floats.
+seen and counted there (native/scratch.h), which tests compare; these are upper bounds of it, the same for a plan made
+from a config and for a loaded model. Units: floats.
 """
 
 from __future__ import annotations
