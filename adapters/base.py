@@ -8,7 +8,7 @@ the rules below.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -33,7 +33,8 @@ class LoadOptions:
     are the batch sizes whose decode step is captured (None: the usual ones, empty: none); `mla_prefill` is how latent
     attention reads a prompt (`kernels.latent_attention`): `absorbed` (the same bits however the prompt is cut into
     chunks), `expanded`, or `auto`; `num_threads` 0 means "this rank's share of what the process may use". Ranks meet at
-    `master_addr:master_port`. `rope_scaling`/`rope_factor` are TGI's overrides.
+    `master_addr:master_port`. `rope_scaling`/`rope_factor` are TGI's overrides. `report` is
+    told how many percent are loaded; what it raises ends the load.
     """
 
     dtype: str = "auto"
@@ -53,6 +54,7 @@ class LoadOptions:
     rope_scaling: str | None = None
     rope_factor: float | None = None
     progress: bool = False
+    report: Callable[[float], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,11 @@ class ModelAdapter(ABC):
     @abstractmethod
     def get_model(cls, model_id: str, revision: str | None = None, options: LoadOptions | None = None) -> ModelAdapter:
         """Load `model_id` (a folder, or a hub id already downloaded). Raises `CheckpointError` or `ConfigError`."""
+
+    @classmethod
+    def needed_bytes(cls, model_id: str, revision: str | None = None, options: LoadOptions | None = None) -> int | None:
+        """Memory the weights will take here, told before they are read; None if that cannot be known."""
+        return None
 
     @property
     @abstractmethod

@@ -6,7 +6,7 @@ import ctypes
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -26,10 +26,17 @@ from deepseek_tgi.kernels.common import PackedDense
 logger = logging.getLogger(__name__)
 
 
-def load_decoder(config: ModelConfig, checkpoint: Checkpoint, source: WeightSource, progress: bool = False) -> Decoder:
+def load_decoder(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    source: WeightSource,
+    progress: bool = False,
+    report: Callable[[float], None] | None = None,
+) -> Decoder:
     """Read and pack every tensor of the model.
 
-    With `progress`, shows a bar on stderr if that is a terminal. Raises `CheckpointError` naming the tensor.
+    With `progress`, shows a bar on stderr if that is a terminal; `report` is told the percentage after each layer.
+    Raises `CheckpointError` naming the tensor.
     """
     started = time.monotonic()
     device = source.kernels.device
@@ -37,6 +44,8 @@ def load_decoder(config: ModelConfig, checkpoint: Checkpoint, source: WeightSour
     for index in _shown(config.num_hidden_layers, progress):
         parts.extend(LAYERS[config.model_type](config, source, index))
         _give_back(checkpoint)
+        if report is not None:
+            report(100.0 * (index + 1) / config.num_hidden_layers)
     norm = source.norm("model.norm", config.hidden_size, config.rms_norm_eps)
     embedding, matrix = _load_ends(config, source)
     head = Head(

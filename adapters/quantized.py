@@ -20,12 +20,15 @@ from deepseek_tgi.adapters.loading import load_decoder
 from deepseek_tgi.adapters.model_config import ModelConfig, read_model_config
 from deepseek_tgi.adapters.models.decoder import Decoder
 from deepseek_tgi.adapters.parallel import RankGroup
+from deepseek_tgi.adapters.plan import plan_weights
 from deepseek_tgi.adapters.quantization import resolve
 from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.adapters.sharding import Share, plan_shards
+from deepseek_tgi.adapters.stored_headers import StoredForms
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import ConfigError
+from deepseek_tgi.kernels.held_bytes import HeldBytes, expected_kernels
 from deepseek_tgi.kernels.library import load as load_library
 from deepseek_tgi.kernels.select import KernelSet, select_kernels
 from deepseek_tgi.kernels.threads import usable_threads
@@ -90,13 +93,22 @@ class QuantizedModelAdapter(ModelAdapter):
         group = _join(options, kernels)
         share = Share(shards, options.rank) if group is not None else None
         source = WeightSource(plan, kernels, share, group, latent_form=options.mla_prefill)
-        decoder = load_decoder(local, checkpoint, source, options.progress)
+        decoder = load_decoder(local, checkpoint, source, options.progress, options.report)
         info = _describe(model_id, config, kernels, decoder, plan.label)
         model = GpuModel(decoder, kernels, config.vocab_size, options.block_size, options.cuda_graphs)
         gpu = None if device.type == "cpu" else GpuSteps(model, device)
         adapter = cls(decoder, tokenizer, info, layout, group, gpu=gpu)
         prepare_cache(adapter, decoder.parts)
         return adapter
+
+    @classmethod
+    def needed_bytes(cls, model_id: str, revision: str | None = None, options: LoadOptions | None = None) -> int:
+        """See `ModelAdapter`: what packing will make of the stored tensors; only their headers are read."""
+        options = options or LoadOptions()
+        config = read_model_config(resolve_folder(model_id, revision))
+        stored = StoredForms(config, Checkpoint(config.folder))
+        held = HeldBytes(expected_kernels(options.kernels), resolve_compute_dtype(options.dtype))
+        return plan_weights(plan_shards(config, options.world_size), stored.form, held).ranks[options.rank].held_bytes
 
     @property
     def info(self) -> ModelInfo:

@@ -118,6 +118,23 @@ class LauncherConfig:
         default=60.0,
         group=CHANGES,
     )
+    drain_timeout: float = _own(
+        number(0.0, 86400.0),
+        "seconds that running requests get to end where a model must go before another comes",
+        "DRAIN_TIMEOUT",
+        default=300.0,
+        group=CHANGES,
+    )
+    admin_token: str | None = _own(
+        text,
+        "bearer token of the /admin routes, which do not exist without one",
+        "ADMIN_TOKEN",
+        group=CHANGES,
+        secret=True,
+    )
+    model_repository: str | None = _own(
+        text, "folder whose sub-folders are models to load by name", "MODEL_REPOSITORY", group=CHANGES
+    )
 
     model_id: str = _flag(text, "hub id, local folder, demo or smollm2", "MODEL_ID", MODEL, default=DEFAULT_MODEL)
     revision: str | None = _flag(text, "hub revision", "REVISION", MODEL)

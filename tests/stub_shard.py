@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,10 +28,10 @@ from deepseek_tgi.core import (
     StepTimings,
     Tokens,
 )
-from deepseek_tgi.engine.config import ShardInfo, WarmupResult
+from deepseek_tgi.engine.config import ModelFacts, ShardInfo, WarmupResult
 from deepseek_tgi.errors import BatchNotFoundError, CheckpointError, DeviceError, RequestError
 from deepseek_tgi.options import Program
-from deepseek_tgi.server.loading import Count
+from deepseek_tgi.server.loading import Count, Report
 
 logger = logging.getLogger("deepseek_tgi.stub")
 TIMINGS = StepTimings(forward_ns=3, decode_ns=2, total_ns=5)
@@ -63,6 +63,7 @@ class StubEngine:
         max_input_tokens: int | None,
         max_prefill_tokens: int,
         max_total_tokens: int | None,
+        reserved_bytes: int | None = None,
     ) -> WarmupResult:
         self.calls.append("warmup")
         return WarmupResult(8192, max_input_tokens or 4095, max_total_tokens or 4096)
@@ -93,6 +94,28 @@ class StubEngine:
             self.batches.clear()
         else:
             self.batches.pop(batch_id, None)
+
+    def facts(self) -> ModelFacts:
+        return ModelFacts("stub", 100, 100, frozenset({0}), 8192, 1000, 500)
+
+    def holds(self, batch_id: int | None) -> bool:
+        return bool(self.batches) if batch_id is None else batch_id in self.batches
+
+    def requests_of(self, batch_id: int) -> Sequence[int]:
+        return self.batches[batch_id].request_ids
+
+    def discard(self, blocks: Sequence[int]) -> int:
+        return len(blocks)
+
+    def untouched_bytes(self) -> int:
+        return 0
+
+    def sleep(self) -> int:
+        self.calls.append("sleep")
+        return 500
+
+    def wake(self) -> None:
+        self.calls.append("wake")
 
     def health(self) -> None:
         self.calls.append("health")
@@ -148,7 +171,7 @@ def _generation(request_id: int, done: bool) -> Generation:
     return Generation(request_id, Tokens([7], [-0.5], ["ok"], [False]), generated_text=text)
 
 
-def load_stub(config: ShardConfig, count: Count) -> StubEngine:
+def load_stub(config: ShardConfig, count: Count, report: Report | None = None) -> StubEngine:
     """As long as STUB_LOAD_S says; STUB_FAIL is the reason a model cannot load."""
     time.sleep(float(os.environ.get("STUB_LOAD_S", "0")))
     if reason := os.environ.get("STUB_FAIL"):

@@ -15,6 +15,9 @@ class BatchStore:
     def __len__(self) -> int:
         return len(self._batches)
 
+    def __contains__(self, batch_id: int) -> bool:
+        return batch_id in self._batches
+
     def put(self, batch: Batch) -> None:
         """Keep `batch` under its id; an older one of that id is forgotten."""
         self._batches[batch.id] = batch

@@ -63,6 +63,19 @@ class ShardInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What decides whether one model may take another's place, and what it takes of the machine. Bytes are held now."""
+
+    quantization: str
+    vocab_size: int
+    tokenizer_size: int
+    eos_token_ids: frozenset[int]
+    max_positions: int
+    weight_bytes: int
+    cache_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class WarmupResult:
     """Limits in tokens that the memory allows; the largest is the cache's capacity, block 0 included."""
 

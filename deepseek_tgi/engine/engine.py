@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -21,25 +20,18 @@ from deepseek_tgi.engine.admission import Admission
 from deepseek_tgi.engine.batch import Batch, concatenate, filtered, make_batch
 from deepseek_tgi.engine.batch_store import BatchStore
 from deepseek_tgi.engine.config import (
-    FIRST_BLOCK,
     Counter,
     EngineConfig,
+    ModelFacts,
     ShardInfo,
     WarmupResult,
-    blocks_for,
     ignore,
 )
 from deepseek_tgi.engine.intake import Intake
 from deepseek_tgi.engine.memory import MemoryReader, memory_of
 from deepseek_tgi.engine.runner import Runner
-from deepseek_tgi.engine.warmup import (
-    DEFAULT_BATCH_SIZE,
-    Limits,
-    cache_budget,
-    plan_cache,
-    workspace_bytes,
-    worst_case,
-)
+from deepseek_tgi.engine.warming import Warming
+from deepseek_tgi.engine.warmup import DEFAULT_BATCH_SIZE, Limits
 from deepseek_tgi.errors import NotReadyError, RequestError
 from deepseek_tgi.kv.pool import KVPool
 
@@ -67,11 +59,14 @@ class Engine:
         )
         self._store = BatchStore()
         self._runner: Runner | None = None
+        self._shape: tuple[int, int, int] | None = None
         self._on_progress: Callable[[], None] | None = None
 
     def watch(self, on_progress: Callable[[], None]) -> None:
-        """Call `on_progress` from within every step, layer by layer. Set before `warmup`."""
+        """Call `on_progress` from within every step from now on, layer by layer."""
         self._on_progress = on_progress
+        if self._runner is not None:
+            self._runner.pool.watch(on_progress)
 
     def info(self) -> ShardInfo:
         """Constant facts."""
@@ -85,46 +80,44 @@ class Engine:
             support_chunking=self._config.prefill_chunking,
         )
 
+    def facts(self) -> ModelFacts:
+        """What is known of the model, and the memory it holds now."""
+        info = self._adapter.info
+        return ModelFacts(
+            quantization=info.quantization,
+            vocab_size=info.vocab_size,
+            tokenizer_size=self._adapter.tokenizer.vocab_size,
+            eos_token_ids=self._adapter.eos_token_ids,
+            max_positions=info.max_position_embeddings,
+            weight_bytes=info.weight_bytes,
+            cache_bytes=0 if self._runner is None else self._runner.pool.nbytes,
+        )
+
     def warmup(
         self,
         requests: Items[Request],
         max_input_tokens: int | None,
         max_prefill_tokens: int,
         max_total_tokens: int | None,
+        reserved_bytes: int | None = None,
     ) -> WarmupResult:
-        """Run a worst-case step, measure, and make the cache. Calling it again starts afresh.
+        """Run a step, and make the cache. Calling it again starts afresh.
 
+        `requests` are the largest step there may be, which is measured; with `reserved_bytes`, what other models in
+        this process are still to touch, they are a short proof.
         Raises: `ConfigError` for limits that contradict each other or the model, `ResourceError` if memory is short.
         """
         self._release()
         limits = Limits(max_input_tokens, max_prefill_tokens, max_total_tokens)
-        positions = self._adapter.info.max_position_embeddings
-        limits.check(positions, self._config.prefill_chunking)
-        default_total = min(positions, self._adapter.tokenizer.model_max_length or positions)
-        layout = self._adapter.kv_layout
-        batch_size = self._config.max_batch_size or DEFAULT_BATCH_SIZE
-        overhead = self._adapter.pool_overhead_bytes(batch_size, limits.max_total_tokens or default_total)
-        workspace = self._largest(workspace_bytes(self._adapter, limits, self._config) + overhead)
-        # The same plan on declared figures first: what cannot fit must not be tried.
-        budget = cache_budget(self._available(), workspace, self._config)
-        plan_cache(layout, limits, default_total, budget, self._config, agree=self._smallest)
-        before = self._memory.resident_bytes()
-        log.info("warm-up: running the largest step that may come, of %d tokens, to measure it", max_prefill_tokens)
-        with self._together():
-            measured = self._measure(worst_case(requests, positions), max_prefill_tokens)
-        # What the step keeps (scratch buffers) is workspace; it is no longer free and must not count twice.
-        measured += overhead
-        kept = min(max(workspace, measured), max(0, self._memory.resident_bytes() - before))
-        workspace = max(workspace, self._largest(measured))
-        budget = cache_budget(self._available(kept), workspace, self._config)
-        plan = plan_cache(layout, limits, default_total, budget, self._config, agree=self._smallest)
-        with self._together():
-            self._runner = self._make_runner(plan.num_blocks, max_prefill_tokens)
-            self._adapter.open_pool(self._runner.pool, batch_size, plan.result.max_total_tokens)
-        log.info(
-            "cache of %d blocks of %d tokens, %d bytes, for requests of up to %d tokens; %d bytes of workspace",
-            plan.num_blocks, layout.block_size, self._runner.pool.nbytes, plan.result.max_total_tokens, workspace,
-        )  # fmt: skip
+        warming = Warming(self._adapter, self._config, self._memory, self._admission, self._make_runner)
+        if reserved_bytes is None:
+            plan, self._runner = warming.alone(requests, limits)
+        else:
+            plan, self._runner = warming.beside(requests, limits, reserved_bytes)
+        tokens = plan.result.max_total_tokens
+        self._shape = plan.num_blocks, max_prefill_tokens, tokens
+        with warming.together():
+            self._adapter.open_pool(self._runner.pool, self._batch_size, tokens)
         return plan.result
 
     def go_on_preparing(self) -> bool:
@@ -194,6 +187,45 @@ class Engine:
         else:
             self._store.drop(batch_id)
 
+    def holds(self, batch_id: int | None) -> bool:
+        """True if this batch is cached; None: if any is."""
+        return len(self._store) > 0 if batch_id is None else batch_id in self._store
+
+    def requests_of(self, batch_id: int) -> Items[int]:
+        """Ids of a cached batch's requests. Raises `BatchNotFoundError`."""
+        return self._store.get(batch_id).cached().request_ids
+
+    def discard(self, blocks: Items[int]) -> int:
+        """Give back the memory of blocks that hold nothing wanted any more; bytes. They may be written again."""
+        runner = self._ready()
+        size = runner.pool.layout.block_size
+        slots = torch.tensor(list(blocks), dtype=torch.int64)[:, None] * size + torch.arange(size)
+        runner.guard.forget(slots.view(-1).to(runner.pool.device))
+        return runner.pool.discard(blocks)
+
+    def untouched_bytes(self) -> int:
+        """What the cache was promised and has not taken yet."""
+        return 0 if self._runner is None else self._runner.pool.untouched_bytes()
+
+    def sleep(self) -> int:
+        """Give the pages back, and forget what they held; bytes. `wake` makes as many again."""
+        runner = self._ready()
+        freed = runner.pool.nbytes - runner.pool.untouched_bytes()
+        self._release()
+        return freed
+
+    def wake(self) -> None:
+        """Make the pages that `sleep` gave back. Raises `NotReadyError` if there never were any."""
+        if self._shape is None:
+            raise NotReadyError("the model was never warmed up")
+        num_blocks, prefill_tokens, tokens = self._shape
+        self._runner = self._make_runner(num_blocks, prefill_tokens)
+        self._adapter.open_pool(self._runner.pool, self._batch_size, tokens)
+
+    @property
+    def _batch_size(self) -> int:
+        return self._config.max_batch_size or DEFAULT_BATCH_SIZE
+
     def health(self) -> None:
         """Ask the device for a little memory and the cache for its integrity; raises if either fails."""
         torch.zeros(2, 2, device=self._adapter.info.device).sum().item()
@@ -232,38 +264,6 @@ class Engine:
         """Those that this rank reports."""
         rank, world = self._config.rank, self._config.world_size
         return [g for g in generations if g.request_id % world == rank]
-
-    def _measure(self, requests: Items[Request], max_prefill_tokens: int) -> int:
-        """Run the worst case on a cache of its own; bytes it took at its peak, 0 if that was no new peak."""
-        size = self._adapter.kv_layout.block_size
-        slots = sum(blocks_for(r.truncate + 1, size) for r in requests)
-        runner = self._make_runner(FIRST_BLOCK + max(slots, 1), max_prefill_tokens)
-        before, peak_before = self._memory.resident_bytes(), self._memory.peak_bytes()
-        try:
-            sequences = self._admission.admit(runner, requests, [], others=False).sequences
-            batch: Batch | None = make_batch(0, sequences, size)
-            while batch is not None:
-                batch = runner.run(batch).batch
-            peak = self._memory.peak_bytes()
-            return max(0, peak - before - runner.pool.nbytes) if peak > peak_before else 0
-        finally:
-            runner.pool.close()
-
-    def _smallest(self, number: int) -> int:
-        """The smallest of all ranks' numbers: they must make the same plan, or raise the same error."""
-        ranks = self._adapter.ranks
-        return number if ranks is None else ranks.smallest(number)
-
-    def _largest(self, number: int) -> int:
-        return -self._smallest(-number)
-
-    def _available(self, kept: int = 0) -> int:
-        """Memory each rank may take, `kept` of it being held already: the ranks share one machine."""
-        return self._smallest(self._memory.available_bytes() // self._config.world_size + kept)
-
-    def _together(self) -> AbstractContextManager[None]:
-        ranks = self._adapter.ranks
-        return nullcontext() if ranks is None else ranks.together()
 
     def _make_runner(self, num_blocks: int, max_prefill_tokens: int) -> Runner:
         pool = KVPool(self._adapter.kv_layout, num_blocks, self._adapter.info.device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -42,6 +43,8 @@ class KVPool:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device(device)
+        self._mapping: mmap.mmap | None = None
+        self._num_discarded = 0
         self._storage: torch.Tensor | None = self._allocate()
         self._views = [self._make_view(layer) for layer in range(layout.num_layers)]
         self._on_layer: Callable[[], None] | None = None
@@ -120,10 +123,40 @@ class KVPool:
         for layer, pages in enumerate(self._views):
             self._check_layer(layer, pages, storage.data_ptr())
 
+    def discard(self, blocks: Sequence[int]) -> int:
+        """Give the memory of exactly these blocks back, which read as zero from now on; bytes.
+
+        Until the next call nobody is promised memory for them, though they may be written again.
+        """
+        if self._mapping is None:
+            return 0
+        self._num_discarded = len(set(blocks))
+        freed = 0
+        size = self.layout.bytes_per_block
+        for block in blocks:
+            start = -(-block * size // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
+            length = (block + 1) * size // PAGE_ALIGNMENT_BYTES * PAGE_ALIGNMENT_BYTES - start
+            if length > 0:
+                self._mapping.madvise(mmap.MADV_DONTNEED, start, length)
+                freed += length
+        return freed
+
+    def untouched_bytes(self) -> int:
+        """Bytes of pages that were promised and take no memory yet."""
+        if self._mapping is None or self._storage is None:
+            return 0
+        resident = (ctypes.c_ubyte * -(-self.nbytes // mmap.PAGESIZE))()
+        address = ctypes.c_void_p(self._storage.data_ptr())
+        if ctypes.CDLL(None, use_errno=True).mincore(address, ctypes.c_size_t(self.nbytes), resident):
+            return 0
+        promised = self.nbytes - self._num_discarded * self.layout.bytes_per_block
+        return max(0, promised - mmap.PAGESIZE * bytes(resident).count(1))
+
     def close(self) -> None:
         """Give the memory back; views handed out earlier must not be used any more."""
         self._views = []
         self._storage = None
+        self._mapping = None
 
     def _allocate(self) -> torch.Tensor:
         shape = (self.num_blocks, self.layout.bytes_per_block)
@@ -144,6 +177,7 @@ class KVPool:
                 f"{self.layout.bytes_per_block}): {error}; give fewer blocks or a smaller cache dtype"
             ) from error
         # frombuffer keeps the mapping alive as long as any view of the tensor lives.
+        self._mapping = mapping
         return torch.frombuffer(mapping, dtype=torch.uint8).view(shape)
 
     def _make_view(self, layer: int) -> Pages:

@@ -84,6 +84,9 @@ def router_environment(plan: Plan) -> dict[str, str]:
         "HF_TOKEN": env.get("HF_API_TOKEN"),
         "HUGGINGFACE_HUB_CACHE": config.huggingface_hub_cache,
         "DEEPSEEK_TGI_HOLD_TIMEOUT": shortest(config.hold_timeout),
+        "DEEPSEEK_TGI_DRAIN_TIMEOUT": shortest(config.drain_timeout),
+        "DEEPSEEK_TGI_ADMIN_TOKEN": config.admin_token,
+        "DEEPSEEK_TGI_MODEL_REPOSITORY": config.model_repository,
     }
     return env | {name: value for name, value in given.items() if value}
 

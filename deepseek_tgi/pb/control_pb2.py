@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x65\x65pseek_tgi/pb/control.proto\x12\x17\x64\x65\x65pseek_tgi.control.v1\"6\n\x0cWatchRequest\x12\x10\n\x08\x66rom_seq\x18\x01 \x01(\x04\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\r\"\xab\x02\n\tIncrement\x12\x35\n\x04kind\x18\x01 \x01(\x0e\x32\'.deepseek_tgi.control.v1.Increment.Kind\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\x04\x12\r\n\x05stage\x18\x05 \x01(\t\x12\x0f\n\x07percent\x18\x06 \x01(\x01\x12\x10\n\x08model_id\x18\x07 \x01(\t\x12\x12\n\ngeneration\x18\x08 \x01(\x04\x12\x0e\n\x06reason\x18\t \x01(\t\x12\r\n\x05\x65vent\x18\n \x01(\t\x12\x17\n\x0fprogress_age_ms\x18\x0b \x01(\x04\x12\x0c\n\x04\x62usy\x18\x0c \x01(\x08\"/\n\x04Kind\x12\x0c\n\x08SNAPSHOT\x10\x00\x12\n\n\x06\x43HANGE\x10\x01\x12\r\n\tHEARTBEAT\x10\x02\"\xbc\x01\n\x06Limits\x12\x1d\n\x10max_input_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12max_prefill_tokens\x18\x02 \x01(\r\x12\x1d\n\x10max_total_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0emax_batch_size\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\x13\n\x11_max_input_tokensB\x13\n\x11_max_total_tokensB\x11\n\x0f_max_batch_size\"\x94\x01\n\x06Source\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x15\n\x08revision\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x15\n\x08quantize\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x1c\n\x0fmanifest_sha256\x18\x04 \x01(\tH\x02\x88\x01\x01\x42\x0b\n\t_revisionB\x0b\n\t_quantizeB\x12\n\x10_manifest_sha256\"\xb0\x01\n\x0bLoadRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12/\n\x06source\x18\x02 \x01(\x0b\x32\x1f.deepseek_tgi.control.v1.Source\x12/\n\x06limits\x18\x03 \x01(\x0b\x32\x1f.deepseek_tgi.control.v1.Limits\x12\x17\n\x0fkv_memory_bytes\x18\x04 \x01(\x04\x12\x12\n\ncompatible\x18\x05 \x01(\x08\"d\n\x0cLoadProgress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07percent\x18\x02 \x01(\x01\x12\x34\n\x06loaded\x18\x03 \x01(\x0b\x32$.deepseek_tgi.control.v1.LoadedModel\"\xf2\x02\n\x0bLoadedModel\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x13\n\x0b\x64\x65vice_type\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x18\n\x10support_chunking\x18\x08 \x01(\x08\x12\x1a\n\x12use_prefix_caching\x18\t \x01(\x08\x12\x14\n\x0cweight_bytes\x18\n \x01(\x04\x12\"\n\x1amax_supported_total_tokens\x18\x0b \x01(\r\x12\x18\n\x10max_input_tokens\x18\x0c \x01(\r\x12\x18\n\x10max_total_tokens\x18\r \x01(\r\x12\x14\n\x0cquantization\x18\x0e \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x0f \x01(\t\x12\x0f\n\x07seconds\x18\x10 \x01(\x01\"s\n\x0f\x45stimateRequest\x12/\n\x06source\x18\x01 \x01(\x0b\x32\x1f.deepseek_tgi.control.v1.Source\x12/\n\x06limits\x18\x02 \x01(\x0b\x32\x1f.deepseek_tgi.control.v1.Limits\"A\n\x10\x45stimateResponse\x12\x14\n\x0cneeded_bytes\x18\x01 \x01(\x04\x12\x17\n\x0f\x61vailable_bytes\x18\x02 \x01(\x04\"$\n\x0ePublishRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"!\n\x0fPublishResponse\x12\x0e\n\x06\x62\x65\x66ore\x18\x01 \x01(\x04\"#\n\rUnloadRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"%\n\x0eUnloadResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04\"L\n\x0cSleepRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x14\n\x0c\x64rop_weights\x18\x02 \x01(\x08\x12\x12\n\nkeep_pages\x18\x03 \x01(\x08\"$\n\rSleepResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04\"!\n\x0bWakeRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"\x0f\n\rStatusRequest\"r\n\x0eStatusResponse\x12\x34\n\x06models\x18\x01 \x03(\x0b\x32$.deepseek_tgi.control.v1.ModelStatus\x12\x11\n\tpublished\x18\x02 \x01(\x04\x12\x17\n\x0f\x61vailable_bytes\x18\x03 \x01(\x04\"\xaf\x01\n\x0bModelStatus\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05stage\x18\x05 \x01(\t\x12\x0f\n\x07percent\x18\x06 \x01(\x01\x12\x14\n\x0cweight_bytes\x18\x07 \x01(\x04\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06reason\x18\t \x01(\t2\xdf\x05\n\x0cModelControl\x12T\n\x05Watch\x12%.deepseek_tgi.control.v1.WatchRequest\x1a\".deepseek_tgi.control.v1.Increment0\x01\x12U\n\x04Load\x12$.deepseek_tgi.control.v1.LoadRequest\x1a%.deepseek_tgi.control.v1.LoadProgress0\x01\x12_\n\x08\x45stimate\x12(.deepseek_tgi.control.v1.EstimateRequest\x1a).deepseek_tgi.control.v1.EstimateResponse\x12\\\n\x07Publish\x12\'.deepseek_tgi.control.v1.PublishRequest\x1a(.deepseek_tgi.control.v1.PublishResponse\x12Y\n\x06Unload\x12&.deepseek_tgi.control.v1.UnloadRequest\x1a\'.deepseek_tgi.control.v1.UnloadResponse\x12V\n\x05Sleep\x12%.deepseek_tgi.control.v1.SleepRequest\x1a&.deepseek_tgi.control.v1.SleepResponse\x12U\n\x04Wake\x12$.deepseek_tgi.control.v1.WakeRequest\x1a%.deepseek_tgi.control.v1.LoadProgress0\x01\x12Y\n\x06Status\x12&.deepseek_tgi.control.v1.StatusRequest\x1a\'.deepseek_tgi.control.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x65\x65pseek_tgi/pb/control.proto\x12\x17\x64\x65\x65pseek_tgi.control.v1\"6\n\x0cWatchRequest\x12\x10\n\x08\x66rom_seq\x18\x01 \x01(\x04\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\r\"\xab\x02\n\tIncrement\x12\x35\n\x04kind\x18\x01 \x01(\x0e\x32\'.deepseek_tgi.control.v1.Increment.Kind\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\x04\x12\r\n\x05stage\x18\x05 \x01(\t\x12\x0f\n\x07percent\x18\x06 \x01(\x01\x12\x10\n\x08model_id\x18\x07 \x01(\t\x12\x12\n\ngeneration\x18\x08 \x01(\x04\x12\x0e\n\x06reason\x18\t \x01(\t\x12\r\n\x05\x65vent\x18\n \x01(\t\x12\x17\n\x0fprogress_age_ms\x18\x0b \x01(\x04\x12\x0c\n\x04\x62usy\x18\x0c \x01(\x08\"/\n\x04Kind\x12\x0c\n\x08SNAPSHOT\x10\x00\x12\n\n\x06\x43HANGE\x10\x01\x12\r\n\tHEARTBEAT\x10\x02\"\xbc\x01\n\x06Limits\x12\x1d\n\x10max_input_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12max_prefill_tokens\x18\x02 \x01(\r\x12\x1d\n\x10max_total_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0emax_batch_size\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\x13\n\x11_max_input_tokensB\x13\n\x11_max_total_tokensB\x11\n\x0f_max_batch_size\"\x94\x01\n\x06Source\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x15\n\x08revision\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x15\n\x08quantize\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x1c\n\x0fmanifest_sha256\x18\x04 \x01(\tH\x02\x88\x01\x01\x42\x0b\n\t_revisionB\x0b\n\t_quantizeB\x12\n\x10_manifest_sha256\"\xb0\x01\n\x0bLoadRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12/\n\x06source\x18\x02 \x01(\x0b\x32\x1f.deepseek_tgi.control.v1.Source\x12/\n\x06limits\x18\x03 \x01(\x0b\x32\x1f.deepseek_tgi.control.v1.Limits\x12\x17\n\x0fkv_memory_bytes\x18\x04 \x01(\x04\x12\x12\n\ncompatible\x18\x05 \x01(\x08\"d\n\x0cLoadProgress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07percent\x18\x02 \x01(\x01\x12\x34\n\x06loaded\x18\x03 \x01(\x0b\x32$.deepseek_tgi.control.v1.LoadedModel\"\xf2\x02\n\x0bLoadedModel\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x13\n\x0b\x64\x65vice_type\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x18\n\x10support_chunking\x18\x08 \x01(\x08\x12\x1a\n\x12use_prefix_caching\x18\t \x01(\x08\x12\x14\n\x0cweight_bytes\x18\n \x01(\x04\x12\"\n\x1amax_supported_total_tokens\x18\x0b \x01(\r\x12\x18\n\x10max_input_tokens\x18\x0c \x01(\r\x12\x18\n\x10max_total_tokens\x18\r \x01(\r\x12\x14\n\x0cquantization\x18\x0e \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x0f \x01(\t\x12\x0f\n\x07seconds\x18\x10 \x01(\x01\"$\n\x0ePublishRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"!\n\x0fPublishResponse\x12\x0e\n\x06\x62\x65\x66ore\x18\x01 \x01(\x04\"#\n\rUnloadRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"%\n\x0eUnloadResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04\"4\n\x0e\x44iscardRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\"&\n\x0f\x44iscardResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04\"L\n\x0cSleepRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x14\n\x0c\x64rop_weights\x18\x02 \x01(\x08\x12\x12\n\nkeep_pages\x18\x03 \x01(\x08\"$\n\rSleepResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04\"!\n\x0bWakeRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"\x0f\n\rStatusRequest\"r\n\x0eStatusResponse\x12\x34\n\x06models\x18\x01 \x03(\x0b\x32$.deepseek_tgi.control.v1.ModelStatus\x12\x11\n\tpublished\x18\x02 \x01(\x04\x12\x17\n\x0f\x61vailable_bytes\x18\x03 \x01(\x04\"\xaf\x01\n\x0bModelStatus\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05stage\x18\x05 \x01(\t\x12\x0f\n\x07percent\x18\x06 \x01(\x01\x12\x14\n\x0cweight_bytes\x18\x07 \x01(\x04\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06reason\x18\t \x01(\t2\xdc\x05\n\x0cModelControl\x12T\n\x05Watch\x12%.deepseek_tgi.control.v1.WatchRequest\x1a\".deepseek_tgi.control.v1.Increment0\x01\x12U\n\x04Load\x12$.deepseek_tgi.control.v1.LoadRequest\x1a%.deepseek_tgi.control.v1.LoadProgress0\x01\x12\\\n\x07Publish\x12\'.deepseek_tgi.control.v1.PublishRequest\x1a(.deepseek_tgi.control.v1.PublishResponse\x12Y\n\x06Unload\x12&.deepseek_tgi.control.v1.UnloadRequest\x1a\'.deepseek_tgi.control.v1.UnloadResponse\x12\\\n\x07\x44iscard\x12\'.deepseek_tgi.control.v1.DiscardRequest\x1a(.deepseek_tgi.control.v1.DiscardResponse\x12V\n\x05Sleep\x12%.deepseek_tgi.control.v1.SleepRequest\x1a&.deepseek_tgi.control.v1.SleepResponse\x12U\n\x04Wake\x12$.deepseek_tgi.control.v1.WakeRequest\x1a%.deepseek_tgi.control.v1.LoadProgress0\x01\x12Y\n\x06Status\x12&.deepseek_tgi.control.v1.StatusRequest\x1a\'.deepseek_tgi.control.v1.StatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,30 +47,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOADPROGRESS']._serialized_end=1037
   _globals['_LOADEDMODEL']._serialized_start=1040
   _globals['_LOADEDMODEL']._serialized_end=1410
-  _globals['_ESTIMATEREQUEST']._serialized_start=1412
-  _globals['_ESTIMATEREQUEST']._serialized_end=1527
-  _globals['_ESTIMATERESPONSE']._serialized_start=1529
-  _globals['_ESTIMATERESPONSE']._serialized_end=1594
-  _globals['_PUBLISHREQUEST']._serialized_start=1596
-  _globals['_PUBLISHREQUEST']._serialized_end=1632
-  _globals['_PUBLISHRESPONSE']._serialized_start=1634
-  _globals['_PUBLISHRESPONSE']._serialized_end=1667
-  _globals['_UNLOADREQUEST']._serialized_start=1669
-  _globals['_UNLOADREQUEST']._serialized_end=1704
-  _globals['_UNLOADRESPONSE']._serialized_start=1706
-  _globals['_UNLOADRESPONSE']._serialized_end=1743
-  _globals['_SLEEPREQUEST']._serialized_start=1745
-  _globals['_SLEEPREQUEST']._serialized_end=1821
-  _globals['_SLEEPRESPONSE']._serialized_start=1823
-  _globals['_SLEEPRESPONSE']._serialized_end=1859
-  _globals['_WAKEREQUEST']._serialized_start=1861
-  _globals['_WAKEREQUEST']._serialized_end=1894
-  _globals['_STATUSREQUEST']._serialized_start=1896
-  _globals['_STATUSREQUEST']._serialized_end=1911
-  _globals['_STATUSRESPONSE']._serialized_start=1913
-  _globals['_STATUSRESPONSE']._serialized_end=2027
-  _globals['_MODELSTATUS']._serialized_start=2030
-  _globals['_MODELSTATUS']._serialized_end=2205
-  _globals['_MODELCONTROL']._serialized_start=2208
-  _globals['_MODELCONTROL']._serialized_end=2943
+  _globals['_PUBLISHREQUEST']._serialized_start=1412
+  _globals['_PUBLISHREQUEST']._serialized_end=1448
+  _globals['_PUBLISHRESPONSE']._serialized_start=1450
+  _globals['_PUBLISHRESPONSE']._serialized_end=1483
+  _globals['_UNLOADREQUEST']._serialized_start=1485
+  _globals['_UNLOADREQUEST']._serialized_end=1520
+  _globals['_UNLOADRESPONSE']._serialized_start=1522
+  _globals['_UNLOADRESPONSE']._serialized_end=1559
+  _globals['_DISCARDREQUEST']._serialized_start=1561
+  _globals['_DISCARDREQUEST']._serialized_end=1613
+  _globals['_DISCARDRESPONSE']._serialized_start=1615
+  _globals['_DISCARDRESPONSE']._serialized_end=1653
+  _globals['_SLEEPREQUEST']._serialized_start=1655
+  _globals['_SLEEPREQUEST']._serialized_end=1731
+  _globals['_SLEEPRESPONSE']._serialized_start=1733
+  _globals['_SLEEPRESPONSE']._serialized_end=1769
+  _globals['_WAKEREQUEST']._serialized_start=1771
+  _globals['_WAKEREQUEST']._serialized_end=1804
+  _globals['_STATUSREQUEST']._serialized_start=1806
+  _globals['_STATUSREQUEST']._serialized_end=1821
+  _globals['_STATUSRESPONSE']._serialized_start=1823
+  _globals['_STATUSRESPONSE']._serialized_end=1937
+  _globals['_MODELSTATUS']._serialized_start=1940
+  _globals['_MODELSTATUS']._serialized_end=2115
+  _globals['_MODELCONTROL']._serialized_start=2118
+  _globals['_MODELCONTROL']._serialized_end=2850
 # @@protoc_insertion_point(module_scope)

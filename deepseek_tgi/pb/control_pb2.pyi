@@ -135,22 +135,6 @@ class LoadedModel(_message.Message):
     seconds: float
     def __init__(self, generation: _Optional[int] = ..., model_id: _Optional[str] = ..., revision: _Optional[str] = ..., folder: _Optional[str] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., support_chunking: _Optional[bool] = ..., use_prefix_caching: _Optional[bool] = ..., weight_bytes: _Optional[int] = ..., max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., quantization: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
-class EstimateRequest(_message.Message):
-    __slots__ = ("source", "limits")
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
-    LIMITS_FIELD_NUMBER: _ClassVar[int]
-    source: Source
-    limits: Limits
-    def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
-
-class EstimateResponse(_message.Message):
-    __slots__ = ("needed_bytes", "available_bytes")
-    NEEDED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    AVAILABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    needed_bytes: int
-    available_bytes: int
-    def __init__(self, needed_bytes: _Optional[int] = ..., available_bytes: _Optional[int] = ...) -> None: ...
-
 class PublishRequest(_message.Message):
     __slots__ = ("generation",)
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +154,20 @@ class UnloadRequest(_message.Message):
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class UnloadResponse(_message.Message):
+    __slots__ = ("freed_bytes",)
+    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    freed_bytes: int
+    def __init__(self, freed_bytes: _Optional[int] = ...) -> None: ...
+
+class DiscardRequest(_message.Message):
+    __slots__ = ("generation", "blocks")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generation: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DiscardResponse(_message.Message):
     __slots__ = ("freed_bytes",)
     FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
     freed_bytes: int

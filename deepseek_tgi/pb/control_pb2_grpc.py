@@ -44,11 +44,6 @@ class ModelControlStub:
                 request_serializer=deepseek__tgi_dot_pb_dot_control__pb2.LoadRequest.SerializeToString,
                 response_deserializer=deepseek__tgi_dot_pb_dot_control__pb2.LoadProgress.FromString,
                 _registered_method=True)
-        self.Estimate = channel.unary_unary(
-                '/deepseek_tgi.control.v1.ModelControl/Estimate',
-                request_serializer=deepseek__tgi_dot_pb_dot_control__pb2.EstimateRequest.SerializeToString,
-                response_deserializer=deepseek__tgi_dot_pb_dot_control__pb2.EstimateResponse.FromString,
-                _registered_method=True)
         self.Publish = channel.unary_unary(
                 '/deepseek_tgi.control.v1.ModelControl/Publish',
                 request_serializer=deepseek__tgi_dot_pb_dot_control__pb2.PublishRequest.SerializeToString,
@@ -58,6 +53,11 @@ class ModelControlStub:
                 '/deepseek_tgi.control.v1.ModelControl/Unload',
                 request_serializer=deepseek__tgi_dot_pb_dot_control__pb2.UnloadRequest.SerializeToString,
                 response_deserializer=deepseek__tgi_dot_pb_dot_control__pb2.UnloadResponse.FromString,
+                _registered_method=True)
+        self.Discard = channel.unary_unary(
+                '/deepseek_tgi.control.v1.ModelControl/Discard',
+                request_serializer=deepseek__tgi_dot_pb_dot_control__pb2.DiscardRequest.SerializeToString,
+                response_deserializer=deepseek__tgi_dot_pb_dot_control__pb2.DiscardResponse.FromString,
                 _registered_method=True)
         self.Sleep = channel.unary_unary(
                 '/deepseek_tgi.control.v1.ModelControl/Sleep',
@@ -94,13 +94,6 @@ class ModelControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Estimate(self, request, context):
-        """What a load would take and what is free, without loading.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Publish(self, request, context):
         """Calls that name no generation mean this one from now on.
         """
@@ -110,6 +103,13 @@ class ModelControlServicer:
 
     def Unload(self, request, context):
         """Give a model's memory back. Its batches are dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Discard(self, request, context):
+        """Give back the memory of pages that the router promises not to use any more, so that another model finds room.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,11 +147,6 @@ def add_ModelControlServicer_to_server(servicer, server):
                     request_deserializer=deepseek__tgi_dot_pb_dot_control__pb2.LoadRequest.FromString,
                     response_serializer=deepseek__tgi_dot_pb_dot_control__pb2.LoadProgress.SerializeToString,
             ),
-            'Estimate': grpc.unary_unary_rpc_method_handler(
-                    servicer.Estimate,
-                    request_deserializer=deepseek__tgi_dot_pb_dot_control__pb2.EstimateRequest.FromString,
-                    response_serializer=deepseek__tgi_dot_pb_dot_control__pb2.EstimateResponse.SerializeToString,
-            ),
             'Publish': grpc.unary_unary_rpc_method_handler(
                     servicer.Publish,
                     request_deserializer=deepseek__tgi_dot_pb_dot_control__pb2.PublishRequest.FromString,
@@ -161,6 +156,11 @@ def add_ModelControlServicer_to_server(servicer, server):
                     servicer.Unload,
                     request_deserializer=deepseek__tgi_dot_pb_dot_control__pb2.UnloadRequest.FromString,
                     response_serializer=deepseek__tgi_dot_pb_dot_control__pb2.UnloadResponse.SerializeToString,
+            ),
+            'Discard': grpc.unary_unary_rpc_method_handler(
+                    servicer.Discard,
+                    request_deserializer=deepseek__tgi_dot_pb_dot_control__pb2.DiscardRequest.FromString,
+                    response_serializer=deepseek__tgi_dot_pb_dot_control__pb2.DiscardResponse.SerializeToString,
             ),
             'Sleep': grpc.unary_unary_rpc_method_handler(
                     servicer.Sleep,
@@ -243,33 +243,6 @@ class ModelControl:
             _registered_method=True)
 
     @staticmethod
-    def Estimate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/deepseek_tgi.control.v1.ModelControl/Estimate',
-            deepseek__tgi_dot_pb_dot_control__pb2.EstimateRequest.SerializeToString,
-            deepseek__tgi_dot_pb_dot_control__pb2.EstimateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Publish(request,
             target,
             options=(),
@@ -313,6 +286,33 @@ class ModelControl:
             '/deepseek_tgi.control.v1.ModelControl/Unload',
             deepseek__tgi_dot_pb_dot_control__pb2.UnloadRequest.SerializeToString,
             deepseek__tgi_dot_pb_dot_control__pb2.UnloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Discard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deepseek_tgi.control.v1.ModelControl/Discard',
+            deepseek__tgi_dot_pb_dot_control__pb2.DiscardRequest.SerializeToString,
+            deepseek__tgi_dot_pb_dot_control__pb2.DiscardResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,6 +17,8 @@ from deepseek_tgi.router.state import RouterState
 
 logger = logging.getLogger(__name__)
 
+ADMIN = "/admin/"
+"""Paths that ask for a token of their own, and are no traffic that a server which stops would wait for."""
 OPEN_PATHS = frozenset(
     {
         "/chat_tokenize",
@@ -74,7 +76,7 @@ class RouterApp:
             await exchange.respond(200, headers=self._cors.preflight())
             return
         handler = self._routes.find(exchange.method, exchange.path)
-        if exchange.method != "POST":
+        if exchange.method != "POST" or exchange.path.startswith(ADMIN):
             await handler(exchange)
             return
         if exchange.path not in OPEN_PATHS and not self._authorized(exchange.header("authorization")):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from deepseek_tgi.router.admin_api import AdminApi
 from deepseek_tgi.router.app import RouterApp
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import RouterConfig
+from deepseek_tgi.router.control import ControlClient
 from deepseek_tgi.router.http import Handler
+from deepseek_tgi.router.model_changes import ModelChanges
 from deepseek_tgi.router.model_files import ModelFiles
 from deepseek_tgi.router.models import Models
 from deepseek_tgi.router.routes import route_table
@@ -22,11 +25,13 @@ from deepseek_tgi.router.state import RouterState
 class Router:
     """The parts that a process (or a test) starts and stops; `models.run()` must be kept running.
 
+    `changes` is None where the shards cannot change their model.
     `state` is the first model's; whatever it shares with later ones (metrics, traffic) stays right.
     """
 
     app: RouterApp
     models: Models
+    changes: ModelChanges | None
     state: RouterState
     table: Mapping[tuple[str, str], Handler]
 
@@ -52,5 +57,10 @@ def assemble(
     shared = Shared.made_for(config, shards, facts)
     first = shared.model(config, facts, files, generation)
     models = Models(first, config.hold_timeout, config.max_concurrent_requests)
+    changes = None
     table = route_table(first.state, models)
-    return Router(RouterApp(first.state, table), models, first.state, table)
+    if generation is not None:
+        changes = ModelChanges(shared, models, ControlClient(shards.channels), generation)
+        if config.admin_token is not None:
+            table |= AdminApi(first.state, changes, config.admin_token).table()
+    return Router(RouterApp(first.state, table), models, changes, first.state, table)

@@ -57,6 +57,7 @@ class BlockAllocator:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._free = list(range(num_blocks - 1, 0, -1))
+        self._withheld: set[int] = set()
         self._root = _Node(block=0, parent=None, key=b"", refs=1)
         self._idle = 0  # cached blocks that no live allocation uses: all of them can be evicted, leaves first
         self._leaves: list[tuple[int, int, _Node]] = []  # heap of evictable leaves; stale items are skipped
@@ -132,6 +133,20 @@ class BlockAllocator:
                 self._idle += 1
                 self._offer(node)
 
+    def withhold(self, keep: int) -> list[int]:
+        """Take blocks out of use, evicting what is only cached, until `keep` are available; which ones."""
+        taken = max(0, self.available_blocks - max(0, keep))
+        while len(self._free) < taken:
+            self._evict_one()
+        withheld = [self._free.pop() for _ in range(taken)]
+        self._withheld.update(withheld)
+        return withheld
+
+    def restore(self, blocks: Sequence[int]) -> None:
+        """Put withheld blocks back into use."""
+        self._withheld.difference_update(blocks)
+        self._free.extend(blocks)
+
     def check_integrity(self) -> None:
         """Raise `AssertionError` if a block has two places or a count is wrong (tests, idle checks)."""
         cached: list[int] = []
@@ -144,7 +159,7 @@ class BlockAllocator:
             assert node.parent is not None
             assert node.parent.refs or not node.refs, "a block is in use below one that is not"
             stack.extend(node.children.values())
-        owned = self._free + cached
+        owned = [*self._free, *cached, *self._withheld]
         assert len(set(owned)) == len(owned), "a block is in two places"
         assert 0 not in owned, "block 0 was given out"
         assert idle == self._idle, f"{idle} idle cached blocks, counted {self._idle}"

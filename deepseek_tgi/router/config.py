@@ -104,6 +104,23 @@ class RouterConfig:
         default=60.0,
         flag=False,
     )
+    drain_timeout: float = option(
+        number(0.0, 86400.0),
+        "seconds that running requests get to end where a model must go before another comes",
+        env=("DEEPSEEK_TGI_DRAIN_TIMEOUT",),
+        default=300.0,
+        flag=False,
+    )
+    admin_token: str | None = option(
+        text,
+        "bearer token of the /admin routes, which do not exist without one",
+        env=("DEEPSEEK_TGI_ADMIN_TOKEN",),
+        flag=False,
+        secret=True,
+    )
+    model_repository: str | None = option(
+        text, "folder whose sub-folders are models to load by name", env=("DEEPSEEK_TGI_MODEL_REPOSITORY",), flag=False
+    )
     docker_label: str | None = option(text, "shown by /info", env=("DOCKER_LABEL",), flag=False)
     hf_hub_offline: bool = option(boolean, "use the hub cache only", env=("HF_HUB_OFFLINE",), default=False, flag=False)
 

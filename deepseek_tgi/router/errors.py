@@ -44,6 +44,17 @@ class ShardError(GenerationError):
         self.detail = message
 
 
+class ModelChangeError(DeepseekTgiError):
+    """A model could not be loaded, swapped or unloaded; `kind` is what it would be in the process that refused."""
+
+    http_status = 409
+    error_type = "model_change"
+
+    def __init__(self, reason: str, kind: type[DeepseekTgiError] = DeepseekTgiError) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
 class IncompleteGenerationError(DeepseekTgiError):
     """The shard stopped naming a request that was not finished."""
 

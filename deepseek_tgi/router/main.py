@@ -17,6 +17,7 @@ from deepseek_tgi.errors import DeepseekTgiError, NotReadyError
 from deepseek_tgi.router.assembly import Router, assemble
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import RouterConfig, from_sources
+from deepseek_tgi.router.control import ControlClient
 from deepseek_tgi.router.listener import bind, server_for
 from deepseek_tgi.router.model_files import load_model_files
 from deepseek_tgi.router.spans import Spans
@@ -61,7 +62,10 @@ async def serve(config: RouterConfig) -> int:
         shards = await ShardClient.connect(config.master_shard_uds_path, spans)
         try:
             facts = await introduce(shards, config)
-            router = assemble(config, shards, facts, files)
+            generation = await ControlClient(shards.channels).published()
+            if generation is None and config.admin_token is not None:
+                logger.warning("these shards cannot change their model: there are no /admin routes")
+            router = assemble(config, shards, facts, files, generation)
             return await _run(router, listener, config.graceful_termination_timeout)
         finally:
             await shards.close()
@@ -96,6 +100,8 @@ async def _run(router: Router, listener: socket.socket, drain_seconds: float) ->
     await _drain(router, max(0.0, drain_seconds - 2 * CLOSE_SECONDS))
     server.should_exit = True
     await http
+    if router.changes is not None:
+        await router.changes.close()
     batching.cancel()
     await asyncio.wait({batching})
     router.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -96,9 +97,9 @@ class Shared:
         return ServedModel(generation, state, scheduler, model_table(state))
 
 
-async def idle(model: ServedModel, seconds: float) -> bool:
-    """Wait until nobody uses the model any more; false if that takes longer."""
-    deadline = asyncio.get_running_loop().time() + seconds
+async def idle(model: ServedModel, seconds: float | None) -> bool:
+    """Wait until nobody uses the model any more; false if that takes longer (None: however long it takes)."""
+    deadline = math.inf if seconds is None else asyncio.get_running_loop().time() + seconds
     if not await model.traffic.idle_within(seconds):
         return False
     # Its last requests may have left early: the step that they were in must end, and its batch be dropped.

@@ -9,6 +9,7 @@ import logging
 from dataclasses import dataclass
 
 from deepseek_tgi.errors import ConfigError, DeepseekTgiError, GenerationError, ResourceError
+from deepseek_tgi.pb import control_pb2
 from deepseek_tgi.pb import generate_pb2 as pb
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import RouterConfig
@@ -67,6 +68,25 @@ async def introduce(shards: ShardClient, config: RouterConfig) -> ShardFacts:
         "Setting max batch total tokens to %d, max total tokens to %d, max input tokens to %d",
         *(facts.max_batch_total_tokens, facts.max_total_tokens, facts.max_input_tokens),
     )
+    return facts
+
+
+def facts_of(config: RouterConfig, loaded: control_pb2.LoadedModel) -> ShardFacts:
+    """What a model that was loaded later comes to. Raises as `introduce` does."""
+    info = pb.InfoResponse(
+        dtype=loaded.dtype,
+        device_type=loaded.device_type,
+        block_size=loaded.block_size,
+        support_chunking=loaded.support_chunking,
+        use_prefix_caching=loaded.use_prefix_caching,
+    )
+    limits = pb.WarmupResponse(
+        max_supported_total_tokens=loaded.max_supported_total_tokens,
+        max_input_tokens=loaded.max_input_tokens,
+        max_total_tokens=loaded.max_total_tokens,
+    )
+    facts = _facts(config, info, limits)
+    _check_facts(facts)
     return facts
 
 

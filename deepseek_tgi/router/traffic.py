@@ -28,7 +28,7 @@ class Traffic:
             if not self.active:
                 self._idle.set()
 
-    async def idle_within(self, seconds: float) -> bool:
+    async def idle_within(self, seconds: float | None) -> bool:
         """Wait until nothing is being answered; false if that takes longer."""
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)

@@ -17,7 +17,7 @@ from deepseek_tgi.telemetry import log
 from deepseek_tgi.telemetry.streams import open_standard_streams
 
 if TYPE_CHECKING:
-    from deepseek_tgi.server.serve import Load
+    from deepseek_tgi.server.loader import Load
 
 logger = logging.getLogger("deepseek_tgi.server")
 

@@ -14,6 +14,7 @@ from opentelemetry.trace import SpanKind
 
 from deepseek_tgi.errors import DeepseekTgiError, RequestError
 from deepseek_tgi.server.convert import named_batches
+from deepseek_tgi.server.models import GENERATION_KEY, generation_of
 from deepseek_tgi.telemetry.metrics import ShardMetrics
 from deepseek_tgi.telemetry.tracing import Tracing, parent_of
 
@@ -23,7 +24,8 @@ MAX_MESSAGE_BYTES = 6000
 """A status message travels percent-encoded in the trailers, which clients limit to 8 KiB together."""
 STATUS_ATTRIBUTE = "rpc.grpc.status_code"
 
-Drop = Callable[[Sequence[int]], Awaitable[None]]
+Drop = Callable[[Sequence[int], "int | None"], Awaitable[None]]
+"""Of batches, and the generation that the call named."""
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
@@ -83,10 +85,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                         span.set_attribute(STATUS_ATTRIBUTE, status_of(error)[0].value[0])
                         raise
             except asyncio.CancelledError:
-                await asyncio.shield(self._drop(named_batches(request)))
+                await asyncio.shield(self._drop(named_batches(request), _generation(metadata)))
                 raise
             except Exception as error:  # noqa: BLE001 - the mapper: every error becomes a status here
-                code, message = await self._failed(method, request, error)
+                code, message = await self._failed(method, request, error, _generation(metadata))
             finally:
                 self._metrics.rpc_duration.labels(method).observe(time.perf_counter() - started)
             return await context.abort(code, message)
@@ -110,13 +112,23 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             },
         )
 
-    async def _failed(self, method: str, request: Any, error: Exception) -> tuple[grpc.StatusCode, str]:
+    async def _failed(
+        self, method: str, request: Any, error: Exception, generation: int | None
+    ) -> tuple[grpc.StatusCode, str]:
         code, message = status_of(error)
         self._metrics.rpc_failure.labels(method, code.name).inc()
         ours = isinstance(error, DeepseekTgiError)
         level = logging.WARNING if isinstance(error, RequestError) else logging.ERROR
         logger.log(level, "%s failed: %s: %s", method, code.name, message, exc_info=None if ours else error)
-        await self._drop(named_batches(request))
+        await self._drop(named_batches(request), generation)
         if isinstance(error, DeepseekTgiError) and error.fatal:
             self._on_fatal(error)
         return code, message
+
+
+def _generation(metadata: dict[str, str]) -> int | None:
+    """What the call named; one that could not be read names nothing that could be dropped."""
+    try:
+        return generation_of(metadata[GENERATION_KEY]) if GENERATION_KEY in metadata else None
+    except RequestError:
+        return -1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from deepseek_tgi.config import ShardConfig
 from deepseek_tgi.registry import load_backend
-from deepseek_tgi.server.service import EngineApi
+from deepseek_tgi.server.engine_api import EngineApi
 
 if TYPE_CHECKING:
     from deepseek_tgi.adapters.base import LoadOptions
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 GPU_FRACTION, GPU_REQUESTS = 0.95, 1 << 20
 """A GPU is the shard's own: the cache takes all that a worst-case step leaves but a little."""
 Count = Callable[[str, int], None]
+Report = Callable[[float], None]
+"""Told how many percent of the weights are loaded; what it raises ends the load."""
 
 
-def load_options(config: ShardConfig) -> LoadOptions:
+def load_options(config: ShardConfig, report: Report | None = None) -> LoadOptions:
     """What the adapter needs to know of the config."""
     from deepseek_tgi.adapters.base import LoadOptions
 
@@ -41,10 +43,22 @@ def load_options(config: ShardConfig) -> LoadOptions:
         rope_scaling=config.rope_scaling,
         rope_factor=config.rope_factor,
         progress=sys.stderr.isatty(),
+        report=report,
     )
 
 
-def load_engine(config: ShardConfig, count: Count) -> EngineApi:
+def needed_bytes(config: ShardConfig) -> int | None:
+    """Memory that the model's weights will take on this rank, if its backend can tell. Raises as loading does."""
+    backend = load_backend(config.backend)
+    return backend.needed_bytes(model_of(config), config.revision, load_options(config))
+
+
+def model_of(config: ShardConfig) -> str:
+    """What is really loaded: the folder that overrides the id, if there is one."""
+    return config.weights_cache_override or config.model_id
+
+
+def load_engine(config: ShardConfig, count: Count, report: Report | None = None) -> EngineApi:
     """Load the model and make its engine; takes as long as the weights take. Raises the taxonomy's errors.
 
     `count(event, times)` is told of what the engine counts.
@@ -52,8 +66,8 @@ def load_engine(config: ShardConfig, count: Count) -> EngineApi:
     from deepseek_tgi.engine.engine import Engine, EngineConfig
     from deepseek_tgi.engine.memory import memory_of
 
-    model = config.weights_cache_override or config.model_id
-    adapter = load_backend(config.backend).get_model(model, config.revision, load_options(config))
+    options = load_options(config, report)
+    adapter = load_backend(config.backend).get_model(model_of(config), config.revision, options)
     settings = EngineConfig(
         request_logprobs=config.request_logprobs,
         prefill_chunking=config.prefill_chunking,

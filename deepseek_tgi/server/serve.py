@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -25,12 +24,16 @@ from deepseek_tgi.probes.monitor import MonitorLimits
 from deepseek_tgi.probes.owner import Increment, Owner, Snapshot
 from deepseek_tgi.probes.publishing import Follower, trace_change
 from deepseek_tgi.probes.state import Event, State
+from deepseek_tgi.server.control import CONTROL, ControlService
+from deepseek_tgi.server.engine_api import EngineApi
 from deepseek_tgi.server.engine_thread import EngineThread
 from deepseek_tgi.server.evidence import StepEvidence, monitor_of
 from deepseek_tgi.server.interceptors import CallInterceptor
 from deepseek_tgi.server.lifeline import StopRequest, watch_signals, watch_stdin
-from deepseek_tgi.server.loading import Count, load_engine
-from deepseek_tgi.server.service import SERVICE, EngineApi, ShardService
+from deepseek_tgi.server.loader import Load, Recipe
+from deepseek_tgi.server.loading import load_engine, model_of
+from deepseek_tgi.server.models import Models, Source
+from deepseek_tgi.server.service import SERVICE, ShardService, first_model
 from deepseek_tgi.server.sockets import Publication, check_path, rank_path
 from deepseek_tgi.server.watch import WatchCalls
 from deepseek_tgi.telemetry import tracing
@@ -49,8 +52,6 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 2**31 - 1),
     ("grpc.max_send_message_length", -1),
 )
-
-Load = Callable[[ShardConfig, Count], EngineApi]
 
 
 def serve(config: ShardConfig, load: Load = load_engine) -> int:
@@ -87,7 +88,8 @@ class Shard:
         try:
             engine = await self._loaded()
             if engine is not None:
-                await self._serve(engine)
+                serving, engine = self._serve(engine), None
+                await serving
         except BaseException as error:
             self._state.apply(Event.FAIL, reason=str(error) or type(error).__name__)
             raise
@@ -103,7 +105,7 @@ class Shard:
     async def _loaded(self) -> EngineApi | None:
         """The engine; None if asked to leave meanwhile (the loading thread is left behind)."""
         self._state.apply(Event.LOAD, model=self._config.model_id)
-        loading = asyncio.ensure_future(self._thread.run(lambda: self._load(self._config, self._metrics.count_event)))
+        loading = asyncio.ensure_future(self._thread.run(self._loads))
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
@@ -113,9 +115,18 @@ class Shard:
         stopping.cancel()
         return loading.result()
 
+    def _loads(self) -> EngineApi:
+        return self._load(self._config, self._metrics.count_event, self._progress)
+
+    def _progress(self, percent: float) -> None:
+        self._state.apply(Event.PROGRESS, stage="loading", percent=percent)
+
     async def _serve(self, engine: EngineApi) -> None:
-        service = self._service(engine)
-        server = self._server(service)
+        source = Source(model_of(self._config), self._config.revision)
+        models = first_model(engine, self._thread, source, self._config.world_size)
+        del engine  # it is the models' from here on: one that is unloaded must go
+        service = self._service(models)
+        server = self._server(service, models)
         self._publication = publication = Publication(self._path)
         try:
             server.add_insecure_port(f"unix:{publication.bound_path}")
@@ -139,8 +150,9 @@ class Shard:
             self._directory.close()
             await server.stop(max(0.0, allowed_s - (time.monotonic() - started)))
             publication.hide()
-            if self._thread.idle:
-                await self._thread.run(engine.close)
+            for held in models.all():
+                if self._thread.idle and held.engine is not None:
+                    await self._thread.run(held.engine.close)
 
     async def _running_ends(self, service: ShardService, allowed_s: float) -> None:
         """While a router still brings running requests on, their steps are served; new ones are refused."""
@@ -160,19 +172,21 @@ class Shard:
             taken = f"port {port + self._config.rank} cannot be bound ({error.strerror}); choose another"
             raise ResourceError(f"DEEPSEEK_TGI_SHARD_PROBE_PORT: {taken}") from error
 
-    def _service(self, engine: EngineApi) -> ShardService:
+    def _service(self, models: Models) -> ShardService:
         config = self._config
         urls = [f"unix://{rank_path(config.uds_path, rank)}" for rank in range(config.world_size)]
-        return ShardService(engine, self._thread, self._state, urls, self._metrics)
+        return ShardService(models, self._thread, self._state, urls, self._metrics)
 
-    def _server(self, service: ShardService) -> grpc.aio.Server:
+    def _server(self, service: ShardService, models: Models) -> grpc.aio.Server:
         interceptor = CallInterceptor(SERVICE, service.drop, self._fatal, self._tracing, self._metrics)
         server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
         generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(service, server)
         watch = WatchCalls(self._state, self._directory, self._thread.progress)
-        control_pb2_grpc.add_ModelControlServicer_to_server(watch, server)
+        recipe = Recipe(self._config, self._load, self._metrics.count_event)
+        control = ControlService(recipe, models, service, self._state, watch)
+        control_pb2_grpc.add_ModelControlServicer_to_server(control, server)
         health_pb2_grpc.add_HealthServicer_to_server(HealthService(self._directory), server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((SERVICE, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         return server
 
     def _leave_at_once(self, number: int) -> None:

@@ -24,7 +24,8 @@ from deepseek_tgi.probes.owner import Owner
 from deepseek_tgi.probes.state import Event, State
 from deepseek_tgi.server.engine_thread import EngineThread
 from deepseek_tgi.server.interceptors import CallInterceptor, status_of
-from deepseek_tgi.server.service import SERVICE, ShardService
+from deepseek_tgi.server.models import Source
+from deepseek_tgi.server.service import SERVICE, ShardService, first_model
 from deepseek_tgi.telemetry.metrics import ShardMetrics
 from deepseek_tgi.telemetry.tracing import Tracing
 
@@ -64,7 +65,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     state.apply(Event.LOAD)
     state.apply(Event.LOADED)
     fatal: list[BaseException] = []
-    service = ShardService(engine, thread, state, ["unix:///a-0"], metrics)
+    service = ShardService(first_model(engine, thread, Source("stub"), 1), thread, state, ["unix:///a-0"], metrics)
     spans, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))
     traces = Tracing(provider.get_tracer("test"))

@@ -1,0 +1,375 @@
+"""Changing the served model while clients talk to it: what is done, in which order, and what remains if it fails.
+
+The plan, in this order, and said in the answer and the log:
+- *beside*: the new model loads beside the one that serves. From one instant on new requests go to it; what runs ends
+  on the old one, which is then unloaded.
+- *shrink*: memory was short. The old model gives back the free pages of its cache and serves on with the rest; then
+  as *beside*.
+- *drain*: it was short still (or there are several ranks). New requests wait, what runs ends, the old model is
+  unloaded, the new one loaded; then those that wait go to it. If that load fails the old one is loaded again.
+Whatever fails, one model serves at the end, or the error says that none does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepseek_tgi.errors import DeepseekTgiError, ResourceError
+from deepseek_tgi.pb import control_pb2 as pb
+from deepseek_tgi.router.config import RouterConfig
+from deepseek_tgi.router.control import ControlClient
+from deepseek_tgi.router.errors import ModelChangeError
+from deepseek_tgi.router.model_files import ModelFiles, load_model_files
+from deepseek_tgi.router.models import Models
+from deepseek_tgi.router.repository import Repository
+from deepseek_tgi.router.served_model import ServedModel, Shared, idle, renamed
+from deepseek_tgi.router.startup import facts_of
+
+logger = logging.getLogger(__name__)
+
+PLANS = ("auto", "beside", "drain")
+KEPT_CHANGES = 20
+KEPT_BLOCKS = 1
+"""Besides those of a longest request: what a shrunk cache keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A model that somebody wants served; None leaves a matter open."""
+
+    model_id: str
+    revision: str | None = None
+    quantize: str | None = None
+    manifest_sha256: str | None = None
+    plan: str = "auto"
+
+
+@dataclass(slots=True)
+class Change:
+    """One change and how far it is; `pause_s` is how long new requests were held. Changed by `ModelChanges` alone."""
+
+    kind: str
+    model: str
+    state: str = "running"
+    plan: str = ""
+    stage: str = ""
+    percent: float = 0.0
+    error: str = ""
+    generation: int = 0
+    started_at: float = field(default_factory=time.time)
+    seconds: float = 0.0
+    pause_s: float = 0.0
+    steps: int = 0
+
+
+class ModelChanges:
+    """Owner of what goes on; one change at a time. Used on the event loop."""
+
+    def __init__(self, shared: Shared, models: Models, control: ControlClient, generation: int) -> None:
+        """`generation` is the first model's."""
+        self.models = models
+        self.repository = Repository(shared.config.model_repository)
+        self.history: list[Change] = []
+        self.asleep: ServedModel | None = None
+        self._shared = shared
+        self._control = control
+        self._generation = generation
+        self._running: Change | None = None
+        self._moved = asyncio.Event()
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    @property
+    def running(self) -> Change | None:
+        """What goes on now."""
+        return self._running
+
+    async def load(self, wish: Wish) -> Change:
+        """Serve another model. Raises `ModelChangeError` with the reason; what served before still does, or it says."""
+        async with self._change("load", wish.model_id) as change:
+            if self.asleep is not None:
+                await self._forget_sleeper()
+            old = self.models.current
+            if old is None:
+                change.plan = "empty"
+                await self._load_held(wish, change)
+            elif wish.plan == "drain" or (self._control.world_size > 1 and wish.plan == "auto"):
+                await self._drained(wish, change, old)
+            else:
+                await self._beside(wish, change, old)
+        return change
+
+    async def unload(self, name: str | None = None) -> Change:
+        """Serve nothing: new requests are refused, what runs ends, the memory is given back."""
+        async with self._change("unload", name or "") as change:
+            if self.asleep is not None:
+                await self._forget_sleeper()
+                return change
+            model = self._named(name)
+            change.model = model.name
+            self.models.refuse("No model is loaded")
+            await self._until_idle(model, change)
+            await self._gone(model)
+        return change
+
+    async def sleep(self, drop_weights: bool) -> Change:
+        """Give the pages back, and the weights too if so wished, until `wake`. New requests are refused meanwhile."""
+        async with self._change("sleep", "") as change:
+            model = self._named(None)
+            change.model = model.name
+            self.models.refuse(f"{model.name} sleeps")
+            await self._until_idle(model, change)
+            assert model.generation is not None
+            await self._control.sleep(model.generation, drop_weights)
+            self.asleep = model
+        return change
+
+    async def wake(self) -> Change:
+        """Let the model that sleeps take requests again; those that come meanwhile wait."""
+        async with self._change("wake", "") as change:
+            model = self.asleep
+            if model is None or model.generation is None:
+                raise ModelChangeError("no model sleeps")
+            change.model = model.name
+            self.models.hold()
+            started = time.monotonic()
+            try:
+                await self._control.wake(model.generation, self._told(change))
+            except DeepseekTgiError:
+                self.models.refuse(f"{model.name} sleeps, and could not be woken")
+                raise
+            self.asleep = None
+            self.models.resume()
+            change.pause_s = time.monotonic() - started
+        return change
+
+    async def follow(self, change: Change) -> AsyncIterator[Change]:
+        """The change whenever it has moved, and when it is over."""
+        seen = -1
+        while True:
+            moved = self._moved
+            if change.steps != seen:
+                seen = change.steps
+                yield change
+            if change.state != "running":
+                return
+            await moved.wait()
+
+    async def close(self) -> None:
+        """Wait for nothing more."""
+        for task in self._retiring:
+            task.cancel()
+        if self._retiring:
+            await asyncio.wait(self._retiring)
+
+    # --- plans ------------------------------------------------------------------------------------------------------
+
+    async def _beside(self, wish: Wish, change: Change, old: ServedModel) -> None:
+        change.plan = "beside"
+        withheld: list[int] = []
+        try:
+            model = await self._loaded(wish, change)
+        except ModelChangeError as error:
+            if error.kind is not ResourceError or wish.plan != "auto":
+                raise
+            logger.warning("%s: %s; the cache of %s is shrunk", wish.model_id, error, old.name)
+            change.plan = "shrink"
+            withheld = await self._shrink(old)
+            try:
+                model = await self._loaded(wish, change)
+            except ModelChangeError as again:
+                await self._grow(old, withheld)
+                if again.kind is not ResourceError:
+                    raise
+                logger.warning("%s: %s; %s is drained first", wish.model_id, again, old.name)
+                await self._drained(wish, change, old)
+                return
+        await self._publish(model, change)
+        self._retire(old)
+
+    async def _drained(self, wish: Wish, change: Change, old: ServedModel) -> None:
+        change.plan = "drain"
+        before = Wish(old.state.config.tokenizer_name, old.state.config.revision)
+        self.models.hold()
+        started = time.monotonic()
+        try:
+            await self._until_idle(old, change)
+        except ModelChangeError:
+            self.models.resume()
+            raise
+        await self._gone(old)
+        try:
+            await self._publish(await self._loaded(wish, change), change)
+        except DeepseekTgiError as error:
+            logger.error("%s: %s; %s is loaded again", wish.model_id, error, old.name)
+            try:
+                await self._publish(await self._loaded(before, change, old.state.config), change)
+            except DeepseekTgiError as worse:
+                self.models.refuse("No model is loaded")
+                raise ModelChangeError(
+                    f"{error}; {old.name} could not be loaded again: {worse}; none serves"
+                ) from worse
+            raise ModelChangeError(f"{error}; {old.name} was loaded again and serves") from error
+        finally:
+            change.pause_s = time.monotonic() - started
+
+    async def _load_held(self, wish: Wish, change: Change) -> None:
+        """Load where nothing serves; requests that come meanwhile wait."""
+        self.models.hold()
+        started = time.monotonic()
+        try:
+            await self._publish(await self._loaded(wish, change), change)
+        except BaseException:
+            self.models.refuse("No model is loaded")
+            raise
+        change.pause_s = time.monotonic() - started
+
+    async def _loaded(self, wish: Wish, change: Change, known: RouterConfig | None = None) -> ServedModel:
+        """A model that the shards hold and that nobody gets yet; a failure leaves nothing behind.
+
+        `known` is how it was served before, if it was.
+        """
+        self._generation += 1
+        generation = self._generation
+        config = self._shared.config
+        source = self.repository.resolve(wish.model_id)
+        request = pb.LoadRequest(
+            generation=generation,
+            source=pb.Source(
+                model_id=source,
+                revision=wish.revision,
+                quantize=wish.quantize,
+                manifest_sha256=wish.manifest_sha256,
+            ),
+            limits=pb.Limits(
+                max_input_tokens=config.max_input_tokens,
+                max_prefill_tokens=config.max_batch_prefill_tokens,
+                max_total_tokens=config.max_total_tokens,
+                max_batch_size=config.max_batch_size,
+            ),
+        )
+        loaded = await self._control.load(request, self._told(change))
+        try:
+            named = known or renamed(config, loaded.folder, wish.model_id, wish.revision)
+            files = await asyncio.to_thread(_files, named, loaded)
+            return self._shared.model(named, facts_of(named, loaded), files, generation)
+        except ModelChangeError:
+            await self._control.unload(generation)
+            raise
+        except (DeepseekTgiError, OSError) as error:
+            await self._control.unload(generation)
+            raise ModelChangeError(str(error)) from error
+
+    async def _publish(self, model: ServedModel, change: Change) -> None:
+        assert model.generation is not None
+        await self._control.publish(model.generation)
+        self.models.publish(model)
+        change.generation = model.generation
+        logger.info("%s (generation %d) takes the requests, by the plan %s", model.name, model.generation, change.plan)
+
+    def _retire(self, model: ServedModel) -> None:
+        """Unload a model once nobody uses it any more."""
+
+        async def retire() -> None:
+            try:
+                await idle(model, None)
+                await self._gone(model)
+            except DeepseekTgiError as error:
+                logger.error("%s could not be unloaded: %s", model.name, error)
+
+        task = asyncio.create_task(retire(), name=f"retiring {model.name}")
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    async def _gone(self, model: ServedModel) -> None:
+        assert model.generation is not None
+        self.models.drop(model)
+        freed = await self._control.unload(model.generation)
+        logger.info("%s (generation %d) is unloaded, %d bytes are free", model.name, model.generation, freed)
+
+    async def _forget_sleeper(self) -> None:
+        model, self.asleep = self.asleep, None
+        assert model is not None
+        await self._gone(model)
+
+    async def _until_idle(self, model: ServedModel, change: Change) -> None:
+        seconds = self._shared.config.drain_timeout
+        self._told(change)("draining", 0.0)
+        if not await idle(model, seconds):
+            left = model.traffic.active
+            self.models.resume()
+            raise ModelChangeError(f"{left} requests of {model.name} still run after {seconds:g} s; it serves on")
+
+    async def _shrink(self, model: ServedModel) -> list[int]:
+        """Take the free blocks of a model's cache out of use and give their memory back."""
+        blocks, longest = model.scheduler.blocks, model.state.limits.max_total_tokens
+        if blocks is None or model.generation is None:
+            return []
+        withheld = blocks.withhold(blocks.blocks_for(longest) + KEPT_BLOCKS)
+        freed = await self._control.discard(model.generation, withheld)
+        logger.info("%d free blocks of %s are given back, %d bytes", len(withheld), model.name, freed)
+        return withheld
+
+    async def _grow(self, model: ServedModel, withheld: list[int]) -> None:
+        if model.scheduler.blocks is not None and model.generation is not None:
+            await self._control.discard(model.generation, [])
+            model.scheduler.blocks.restore(withheld)
+
+    def _named(self, name: str | None) -> ServedModel:
+        model = self.models.current
+        if model is None or (name is not None and name != model.name):
+            serves = "nothing" if model is None else model.name
+            raise ModelChangeError(f"{name or 'a model'} is not served; {serves} is")
+        if model.generation is None:
+            raise ModelChangeError("these shards cannot change their model")
+        return model
+
+    def _told(self, change: Change) -> Callable[[str, float], None]:
+        def told(stage: str, percent: float) -> None:
+            change.stage, change.percent = stage, percent
+            self._move(change)
+
+        return told
+
+    def _move(self, change: Change) -> None:
+        change.steps += 1
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    @asynccontextmanager
+    async def _change(self, kind: str, model: str) -> AsyncIterator[Change]:
+        if self._running is not None:
+            raise ModelChangeError(f"refused: {self._running.kind} {self._running.model} is under way; one at a time")
+        if self._shared.traffic.draining:
+            raise ModelChangeError("refused: the server is shutting down")
+        change = self._running = Change(kind, model)
+        self.history = [*self.history[1 - KEPT_CHANGES :], change]
+        started = time.monotonic()
+        try:
+            yield change
+            change.state = "done"
+        except DeepseekTgiError as error:
+            change.state, change.error = "failed", str(error)
+            logger.error("%s %s failed: %s", kind, change.model, error)
+            raise
+        except BaseException as error:
+            change.state, change.error = "failed", str(error) or type(error).__name__
+            raise
+        finally:
+            change.seconds = time.monotonic() - started
+            self._running = None
+            self._move(change)
+
+
+def _files(config: RouterConfig, loaded: pb.LoadedModel) -> ModelFiles:
+    """Tokenizer and template of what the shards loaded. Raises `ModelChangeError` if another tokenizer lies there."""
+    found = hashlib.sha256((Path(loaded.folder) / "tokenizer.json").read_bytes()).hexdigest()
+    if found != loaded.tokenizer_sha256:
+        raise ModelChangeError(f"{loaded.folder}/tokenizer.json changed while the model was loaded")
+    return load_model_files(config)

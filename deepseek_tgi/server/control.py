@@ -1,0 +1,394 @@
+"""Loading, publishing and unloading models of this shard: `ModelControl`, on the socket beside TGI's eight calls."""
+
+# ruff: noqa: N802 - the methods carry the wire's names
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from deepseek_tgi.adapters.hub import resolve_folder
+from deepseek_tgi.engine.memory import memory_of
+from deepseek_tgi.errors import ConfigError, NotReadyError
+from deepseek_tgi.pb import control_pb2 as pb
+from deepseek_tgi.pb import control_pb2_grpc
+from deepseek_tgi.probes.owner import Owner
+from deepseek_tgi.probes.state import Event, State
+from deepseek_tgi.server.integrity import digest
+from deepseek_tgi.server.interceptors import status_of
+from deepseek_tgi.server.loader import Loaded, Loading, Recipe
+from deepseek_tgi.server.models import Demand, Held, Models, Source
+from deepseek_tgi.server.service import ShardService, held_model
+from deepseek_tgi.server.turns import Turns
+from deepseek_tgi.server.watch import WatchCalls
+
+logger = logging.getLogger(__name__)
+
+CONTROL = "deepseek_tgi.control.v1.ModelControl"
+RETIRE_POLL_S = 0.05
+
+
+def _answered(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A unary call whose errors become statuses."""
+
+    @functools.wraps(method)
+    async def call(self: Any, request: Any, context: Any) -> Any:
+        try:
+            return await method(self, request, context)
+        except Exception as error:  # noqa: BLE001 - the mapper of these calls
+            await refuse(method.__name__, context, error)
+
+    return call
+
+
+def _streamed(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    """A streaming call whose errors become statuses."""
+
+    @functools.wraps(method)
+    async def call(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for answer in method(self, request, context):
+                yield answer
+        except Exception as error:  # noqa: BLE001 - the mapper of these calls
+            await refuse(method.__name__, context, error)
+
+    return call
+
+
+async def refuse(method: str, context: Any, error: Exception) -> None:
+    """End a call with the status of `error`."""
+    code, message = status_of(error)
+    logger.error("%s failed: %s: %s", method, code.name, message)
+    await context.abort(code, message)
+
+
+class ControlService(control_pb2_grpc.ModelControlServicer):
+    """One change at a time; another that is asked for meanwhile is refused at once."""
+
+    def __init__(self, recipe: Recipe, models: Models, service: ShardService, state: Owner, watch: WatchCalls) -> None:
+        self._recipe = recipe
+        self._models = models
+        self._service = service
+        self._thread = service.thread
+        self._state = state
+        self._watch = watch
+        self._device = models.of(None).info.device_type
+        self._change: str | None = None
+        self._progress = ("", 0.0)
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    @_streamed
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.Increment]:
+        """See `WatchCalls`."""
+        async for increment in self._watch.Watch(request, context):
+            yield increment
+
+    @_streamed
+    async def Load(self, request: pb.LoadRequest, context: Any) -> AsyncIterator[pb.LoadProgress]:
+        """Load a model beside the others; the last answer tells what it is."""
+        source = source_of(request.source)
+        generation = request.generation
+        with self._changing(f"loading {source.model_id}"):
+            self._models.claim(generation)
+            recipe, demand = self._recipe, demand_of(request.limits)
+            if request.compatible:
+                recipe, demand = self._as_promised()
+            elif request.kv_memory_bytes:
+                recipe = recipe.with_memory(request.kv_memory_bytes)
+            loading = Loading(recipe, source, demand, self._device)
+            async for step in self._followed(source, generation, loading):
+                if not isinstance(step, Loaded):
+                    yield pb.LoadProgress(stage=step[0], percent=step[1])
+                    continue
+                held = self._added(generation, source, demand, step, request.compatible)
+                yield pb.LoadProgress(stage="loaded", percent=100.0, loaded=loaded_pb(held, step))
+                del step
+
+    @_answered
+    async def Publish(self, request: pb.PublishRequest, context: Any) -> pb.PublishResponse:
+        """Let calls that name no model mean this one."""
+        before = self._models.publish(request.generation)
+        held = self._models.of(request.generation)
+        self._state.apply(Event.SWAPPED, model=held.source.model_id, generation=held.generation)
+        return pb.PublishResponse(before=before)
+
+    @_answered
+    async def Unload(self, request: pb.UnloadRequest, context: Any) -> pb.UnloadResponse:
+        """Drop a model, its batches and its memory."""
+        held = self._models.of(request.generation)
+        with self._changing(f"unloading {held.source.model_id}"):
+            return pb.UnloadResponse(freed_bytes=await self._unload(request.generation))
+
+    @_answered
+    async def Discard(self, request: pb.DiscardRequest, context: Any) -> pb.DiscardResponse:
+        """Give back the memory of blocks that hold nothing wanted."""
+        engine = self._models.of(request.generation).awake
+        return pb.DiscardResponse(freed_bytes=await self._thread.run(lambda: engine.discard(list(request.blocks))))
+
+    @_answered
+    async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
+        """Give a model's pages back, and its weights if so wished; its batches are dropped."""
+        held = self._models.of(request.generation)
+        with self._changing(f"putting {held.source.model_id} to sleep"):
+            engine = held.awake
+            self._state.apply(Event.UNLOAD)
+            await self._thread.run(partial(engine.clear, None))
+            held.cache_bytes = (await self._thread.run(engine.facts)).cache_bytes
+            freed = await self._thread.run(engine.sleep)
+            if request.drop_weights:
+                freed += (await self._thread.run(engine.facts)).weight_bytes
+                await self._thread.run(engine.close)
+                held.engine = None
+                held.turns = Turns(self._thread, _nobody, 1)  # the old ones refer to the engine
+            held.asleep = True
+            del engine
+            await asyncio.to_thread(_trim)
+            self._state.apply(Event.SLEPT)
+        return pb.SleepResponse(freed_bytes=freed)
+
+    @_streamed
+    async def Wake(self, request: pb.WakeRequest, context: Any) -> AsyncIterator[pb.LoadProgress]:
+        """Have a sleeping model back as it was, but for what its pages held."""
+        held = self._models.of(request.generation)
+        with self._changing(f"waking {held.source.model_id}"):
+            if not held.asleep or held.demand is None:
+                raise NotReadyError(f"{held.source.model_id} does not sleep")
+            self._state.apply(Event.WAKE)
+            try:
+                if held.engine is not None:
+                    await self._thread.run(held.engine.wake)
+                else:
+                    async for step in self._reloaded(held, held.demand):
+                        yield step
+            except BaseException as error:
+                self._state.apply(Event.LOAD_FAILED, reason=str(error))
+                raise
+            held.asleep = False
+            self._state.apply(Event.LOADED)
+            self._state.apply(Event.WARMED)
+        yield pb.LoadProgress(stage="awake", percent=100.0)
+
+    async def _reloaded(self, held: Held, demand: Demand) -> AsyncIterator[pb.LoadProgress]:
+        """The weights read again, for a cache as large as before: its blocks are promised."""
+        assert held.cache_bytes is not None
+        loading = Loading(self._recipe.with_memory(held.cache_bytes), held.source, demand, self._device)
+        async for step in loading.run(self._reserved()):
+            if isinstance(step, Loaded):
+                step.engine.watch(self._thread.progress.step)
+                held.engine, held.limits = step.engine, step.limits
+                held.turns = Turns(self._thread, step.engine.turn, self._recipe.config.world_size)
+                return
+            self._progress = step
+            yield pb.LoadProgress(stage=step[0], percent=step[1])
+
+    @_answered
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:
+        """What is held, and what goes on."""
+        published = self._models.published
+        models = [_status_pb(held) for held in self._models.all()]
+        if self._change is not None:
+            stage, percent = self._progress
+            models.append(pb.ModelStatus(model_id=self._change, state="loading", stage=stage, percent=percent))
+        return pb.StatusResponse(
+            models=models,
+            published=0 if published is None else published.generation,
+            available_bytes=max(0, memory_of(self._device).available_bytes() - self._reserved()),
+        )
+
+    async def _followed(self, source: Source, generation: int, loading: Loading) -> AsyncIterator[Any]:
+        """The stages of a load, told to the state too where nothing else serves."""
+        alone = self._models.published is None
+        if alone:
+            self._state.apply(Event.LOAD, model=source.model_id, generation=generation)
+        try:
+            async for step in loading.run(self._reserved()):
+                if not isinstance(step, Loaded):
+                    self._progress = step
+                    self._state.apply(Event.PROGRESS, stage=step[0], percent=step[1])
+                elif alone:
+                    self._state.apply(Event.LOADED)
+                    self._state.apply(Event.WARMED)
+                yield step
+        except BaseException as error:
+            if alone:
+                self._state.apply(Event.LOAD_FAILED, reason=str(error) or type(error).__name__)
+            raise
+
+    def _added(self, generation: int, source: Source, demand: Demand, loaded: Loaded, compatible: bool) -> Held:
+        held = held_model(generation, source, loaded.engine, self._thread, self._recipe.config.world_size)
+        held.demand, held.limits = demand, loaded.limits
+        before = self._models.published
+        if compatible and before is not None:
+            try:
+                check_compatible(before, held, loaded)
+            except BaseException:
+                loaded.engine.close()
+                raise
+        self._models.add(held)
+        if self._recipe.config.world_size == 1:
+            self._thread.while_idle(self._models.go_on_preparing)
+        if before is None or compatible:
+            self._models.publish(generation)
+            self._state.apply(Event.SWAPPED, model=source.model_id, generation=generation)
+        if compatible and before is not None:
+            task = asyncio.ensure_future(self._retire(before.generation))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+        return held
+
+    def _as_promised(self) -> tuple[Recipe, Demand]:
+        """What a router that knows one model was promised by `Warmup`: the same limits and as many blocks."""
+        published = self._models.published
+        if published is None or published.demand is None or published.engine is None:
+            raise NotReadyError("no model was warmed up yet, so there is none that another could follow")
+        return self._recipe.with_memory(published.engine.facts().cache_bytes), published.demand
+
+    async def _retire(self, generation: int) -> None:
+        """Unload a model once none of its requests runs any more."""
+        held = self._models.of(generation)
+        while await self._thread.run(lambda: held.engine is not None and held.engine.holds(None)):
+            await asyncio.sleep(RETIRE_POLL_S)
+        await self._unload(generation)
+
+    async def _unload(self, generation: int) -> int:
+        held = self._models.remove(generation)
+        self._service.forget(generation)
+        last = self._models.published is None
+        if last:
+            self._state.apply(Event.UNLOAD)
+        freed = 0
+        if held.engine is not None:
+            facts = await self._thread.run(held.engine.facts)
+            freed = facts.weight_bytes + facts.cache_bytes
+            await self._thread.run(held.engine.close)
+        name = held.source.model_id
+        del held
+        await asyncio.to_thread(_trim)
+        if last:
+            self._state.apply(Event.UNLOADED)
+        logger.info("%s (generation %d) is unloaded, %d bytes are free", name, generation, freed)
+        return freed
+
+    def _reserved(self) -> int:
+        """Memory that the caches of all models were promised and have not taken yet."""
+        return sum(held.engine.untouched_bytes() for held in self._models.all() if held.engine is not None)
+
+    def _changing(self, what: str) -> _Change:
+        if self._change is not None:
+            raise NotReadyError(f"{what}: refused while {self._change}; one change at a time")
+        if self._state.state in {State.DRAINING, State.FAILED, State.STOPPED}:
+            raise NotReadyError(f"{what}: refused, the shard is {self._state.state.value}")
+        return _Change(self, what)
+
+
+class _Change:
+    """The time during which a shard's models are being changed."""
+
+    def __init__(self, service: ControlService, what: str) -> None:
+        self._service = service
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._service._change = self._what
+
+    def __exit__(self, *_: object) -> None:
+        self._service._change = None
+        self._service._progress = ("", 0.0)
+
+
+def check_compatible(before: Held, after: Held, loaded: Loaded) -> None:
+    """Raise `ConfigError` naming what a router that was told of `before` alone could not serve in `after`."""
+    assert before.engine is not None
+    old, facts = before.engine.facts(), loaded.facts
+    folder = resolve_folder(before.source.model_id, before.source.revision)
+    promised, given = before.limits, after.limits
+    assert promised is not None
+    assert given is not None
+    rules = (
+        ("vocabulary", old.vocab_size, facts.vocab_size),
+        ("tokenizer", digest(folder / "tokenizer.json"), loaded.tokenizer_sha256),
+        ("end tokens", sorted(old.eos_token_ids), sorted(facts.eos_token_ids)),
+        ("block size", before.info.block_size, after.info.block_size),
+        ("dtype and attention", before.info.attention_impl, after.info.attention_impl),
+        ("longest request", promised.max_total_tokens, given.max_total_tokens),
+        ("longest prompt", promised.max_input_tokens, given.max_input_tokens),
+        ("cache tokens", promised.max_supported_total_tokens, given.max_supported_total_tokens),
+    )
+    differences = [f"{name} {mine} and not {theirs}" for name, theirs, mine in rules if mine != theirs]
+    if differences:
+        raise ConfigError(
+            f"{after.source.model_id} cannot follow {before.source.model_id} behind a router that was told of one "
+            f"model: it has {'; '.join(differences)}"
+        )
+
+
+def source_of(message: pb.Source) -> Source:
+    """Where to load from. Raises `ConfigError` without a model."""
+    if not message.model_id:
+        raise ConfigError("load: no model; expected a hub id or a folder")
+    return Source(
+        message.model_id,
+        message.revision if message.HasField("revision") else None,
+        message.quantize if message.HasField("quantize") else None,
+        message.manifest_sha256 if message.HasField("manifest_sha256") else None,
+    )
+
+
+def demand_of(message: pb.Limits) -> Demand:
+    """The limits that are asked for."""
+    return Demand(
+        message.max_input_tokens if message.HasField("max_input_tokens") else None,
+        message.max_prefill_tokens,
+        message.max_total_tokens if message.HasField("max_total_tokens") else None,
+    )
+
+
+def loaded_pb(held: Held, loaded: Loaded) -> pb.LoadedModel:
+    """What a router must know to serve the model."""
+    info, limits = held.info, loaded.limits
+    return pb.LoadedModel(
+        generation=held.generation,
+        model_id=held.source.model_id,
+        revision=held.source.revision or "",
+        folder=str(loaded.folder),
+        dtype=info.dtype,
+        device_type=info.device_type,
+        block_size=info.block_size,
+        support_chunking=info.support_chunking,
+        use_prefix_caching=info.use_prefix_caching,
+        weight_bytes=loaded.facts.weight_bytes,
+        max_supported_total_tokens=limits.max_supported_total_tokens,
+        max_input_tokens=limits.max_input_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        quantization=loaded.facts.quantization,
+        tokenizer_sha256=loaded.tokenizer_sha256,
+        seconds=loaded.seconds,
+    )
+
+
+def _status_pb(held: Held) -> pb.ModelStatus:
+    facts = None if held.engine is None else held.engine.facts()
+    return pb.ModelStatus(
+        generation=held.generation,
+        model_id=held.source.model_id,
+        revision=held.source.revision or "",
+        state="sleeping" if held.asleep else "ready",
+        weight_bytes=0 if facts is None else facts.weight_bytes,
+        cache_bytes=0 if facts is None else facts.cache_bytes,
+    )
+
+
+def _nobody(call: int) -> int:
+    return call
+
+
+def _trim() -> None:
+    """Let glibc give freed memory back."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

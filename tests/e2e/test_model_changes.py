@@ -1,0 +1,288 @@
+"""Models changed in a running server, seen from outside: what clients get, what stays, what is refused and why."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from builders import tiny_checkpoint
+from launched_server import LaunchedServer, await_true
+from oracles.greedy import GreedyOracle
+from tokenizers import Tokenizer
+
+TOKEN = "let-me-change-models"
+PROMPTS = ("hello world", "the cat sat on the mat", "in the end", "once upon a time")
+NEW_TOKENS = 24
+
+
+@dataclass
+class Site:
+    """A server with a repository of models, and what `transformers` says with each one's weights."""
+
+    server: LaunchedServer
+    repository: Path
+    expected: dict[str, dict[str, list[int]]]
+
+    def admin(self, path: str, body: Any = None, token: str = TOKEN) -> httpx.Response:
+        headers = {"authorization": f"Bearer {token}"}
+        url = f"{self.server.url}/admin/models{path}"
+        if body is None:
+            return self.server.http.get(url, headers=headers)
+        return self.server.http.post(url, json=body, headers=headers, timeout=120)
+
+    def load(self, name: str, **fields: Any) -> dict[str, Any]:
+        answer = self.admin("/load", {"model_id": name, **fields})
+        assert answer.status_code == 200, answer.text
+        change: dict[str, Any] = answer.json()
+        return change
+
+    def serving(self) -> str | None:
+        found = self.admin("").json()["serving"]
+        return None if found is None else str(found["model_id"])
+
+    def says(self, text: str) -> list[int]:
+        answer = self.server.generate(text, max_new_tokens=NEW_TOKENS)
+        return [token["id"] for token in answer["details"]["tokens"]]
+
+    def speaker(self, text: str, ids: list[int]) -> str:
+        """The one model that says this."""
+        speakers = [name for name, said in self.expected.items() if said[text] == ids]
+        assert len(speakers) == 1, f"{text!r}: {ids} is what {speakers or 'no model'} says"
+        return speakers[0]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    repository = folder / "models"
+    expected: dict[str, dict[str, list[int]]] = {}
+    for name, seed in (("one", 1), ("two", 2)):
+        model = tiny_checkpoint(repository / name, "llama", "awq-gemm", seed=seed)
+        oracle, tokenizer = GreedyOracle(model.reference()), Tokenizer.from_file(str(model.path / "tokenizer.json"))
+        expected[name] = {
+            text: until_end(oracle.greedy(tokenizer.encode(text).ids, NEW_TOKENS), model.path) for text in PROMPTS
+        }
+    spoil(repository / "two", repository / "spoiled")
+    environment = {"DEEPSEEK_TGI_ADMIN_TOKEN": TOKEN, "DEEPSEEK_TGI_MODEL_REPOSITORY": str(repository)}
+    extra = ["--max-total-tokens", "512", "--max-input-tokens", "480", "--kv-memory", "4MiB", "--dtype", "float32"]
+    extra += ["--kv-cache-dtype", "float32", "--max-batch-prefill-tokens", "512"]
+    server = LaunchedServer.start(repository / "one", folder, extra, environment)
+    yield Site(server, repository, expected)
+    server.stop()
+
+
+@pytest.fixture
+def fresh(site: Site) -> Iterator[Site]:
+    """The site with the first model served, and nothing of an earlier change left over."""
+    if site.serving() != "one":
+        site.load("one")
+    await_true(site.server.idle, "nothing runs")
+    yield site
+    assert site.server.process.poll() is None, site.server.words()
+
+
+def until_end(ids: list[int], model: Path) -> list[int]:
+    """Cut behind the first end token, which the server reports and then stops."""
+    from deepseek_tgi.text.tokenizer import TextTokenizer
+
+    ends = TextTokenizer.from_folder(model).eos_token_ids
+    for index, token in enumerate(ids):
+        if token in ends:
+            return ids[: index + 1]
+    return ids
+
+
+def spoil(source: Path, target: Path) -> None:
+    """A copy that is cut short."""
+    shutil.copytree(source, target)
+    file = target / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5000])
+
+
+@dataclass
+class Crowd:
+    """Clients that ask without a pause, each on a connection of its own; `answers` are (start, end, prompt, ids)."""
+
+    url: str
+    answers: list[tuple[float, float, str, list[int]]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    asked: int = 0
+    _over: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def start(self, size: int) -> None:
+        for number in range(size):
+            self._threads.append(threading.Thread(target=self._ask, args=(number,)))
+            self._threads[-1].start()
+
+    def await_more(self, count: int) -> None:
+        """Return once so many more answers have come."""
+        wanted = len(self.answers) + count
+        await_true(lambda: len(self.answers) >= wanted or bool(self.failures), "clients are served", 60)
+
+    def stop(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(120)
+
+    def _ask(self, number: int) -> None:
+        with httpx.Client(timeout=120, trust_env=False) as client:
+            turn = number
+            while not self._over.is_set():
+                text = PROMPTS[turn % len(PROMPTS)]
+                turn += 1
+                self.asked += 1
+                started = time.monotonic()
+                body = {"inputs": text, "parameters": {"max_new_tokens": NEW_TOKENS, "details": True}}
+                answer = client.post(f"{self.url}/generate", json=body)
+                if answer.status_code != 200:
+                    self.failures.append(f"{answer.status_code} {answer.text}")
+                    continue
+                ids = [token["id"] for token in answer.json()["details"]["tokens"]]
+                self.answers.append((started, time.monotonic(), text, ids))
+
+
+def test_a_swap_changes_who_answers_and_info_with_it(fresh: Site) -> None:
+    assert fresh.speaker(PROMPTS[0], fresh.says(PROMPTS[0])) == "one"
+    change = fresh.load("two")
+    assert (change["state"], change["plan"], change["model"]) == ("done", "beside", "two")
+    assert fresh.speaker(PROMPTS[0], fresh.says(PROMPTS[0])) == "two"
+    assert fresh.server.http.get(f"{fresh.server.url}/info").json()["model_id"] == "two"
+    assert fresh.server.http.get(f"{fresh.server.url}/v1/models").json()["data"][0]["id"] == "two"
+    shown = fresh.admin("").json()
+    assert shown["available"] == ["one", "spoiled", "two"]
+    assert shown["serving"]["state"] == "ready"
+
+
+def test_a_stream_that_runs_ends_on_the_model_it_began_with(fresh: Site) -> None:
+    text = PROMPTS[1]
+    with fresh.server.streaming(text, NEW_TOKENS) as events:
+        ids = [next(events)["token"]["id"]]
+        fresh.load("two")
+        ids += [event["token"]["id"] for event in events]
+    assert fresh.speaker(text, ids) == "one"
+    assert fresh.speaker(text, fresh.says(text)) == "two"
+
+
+def test_swaps_under_load_lose_and_mix_nothing(fresh: Site) -> None:
+    """Two models that can be told apart, every third load spoiled: what is asked is answered, whole, by one of them."""
+    crowd = Crowd(fresh.server.url)
+    crowd.start(4)
+    try:
+        for name in ("two", "one", "spoiled", "two", "one", "spoiled"):
+            crowd.await_more(4)
+            if name == "spoiled":
+                answer = fresh.admin("/load", {"model_id": name})
+                assert answer.status_code == 409
+                assert "model.safetensors" in answer.json()["error"]
+            else:
+                fresh.load(name)
+    finally:
+        crowd.stop()
+    assert crowd.failures == []
+    assert len(crowd.answers) == crowd.asked
+    assert {fresh.speaker(text, ids) for _, _, text, ids in crowd.answers} == {"one", "two"}
+
+
+def test_a_failed_load_says_why_and_changes_nothing(fresh: Site) -> None:
+    answer = fresh.admin("/load", {"model_id": "spoiled"})
+    assert answer.status_code == 409
+    assert answer.json()["error_type"] == "model_change"
+    assert "spoiled/model.safetensors" in answer.json()["error"]
+    assert fresh.serving() == "one"
+    assert fresh.speaker(PROMPTS[0], fresh.says(PROMPTS[0])) == "one"
+    assert fresh.admin("").json()["history"][-1]["state"] == "failed"
+    answer = fresh.admin("/load", {"model_id": "nowhere/at-all"})
+    assert answer.status_code == 409
+    assert "nowhere/at-all" in answer.json()["error"]
+
+
+def test_progress_is_told_as_it_comes(fresh: Site) -> None:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    url = f"{fresh.server.url}/admin/models/load"
+    body = {"model_id": "two", "stream": True}
+    with fresh.server.http.stream("POST", url, json=body, headers=headers) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    import json
+
+    steps = [json.loads(line.removeprefix("data: ")) for line in lines]
+    stages = [step["stage"] for step in steps]
+    assert {"checking", "loading", "proving", "loaded"} <= set(stages)
+    assert steps[-1]["state"] == "done"
+    assert all(step["state"] == "running" for step in steps[:-1])
+
+
+def test_a_drained_swap_holds_new_requests_until_the_new_model_is_there(fresh: Site) -> None:
+    crowd = Crowd(fresh.server.url)
+    crowd.start(3)
+    try:
+        crowd.await_more(4)
+        change = fresh.load("two", plan="drain")
+        crowd.await_more(4)
+    finally:
+        crowd.stop()
+    assert change["plan"] == "drain"
+    assert change["pause_s"] > 0
+    assert crowd.failures == []
+    assert len(crowd.answers) == crowd.asked
+    assert {fresh.speaker(text, ids) for _, _, text, ids in crowd.answers} == {"one", "two"}
+    answer = fresh.admin("/load", {"model_id": "spoiled", "plan": "drain"})
+    assert answer.status_code == 409
+    assert "was loaded again and serves" in answer.json()["error"]
+    assert fresh.speaker(PROMPTS[0], fresh.says(PROMPTS[0])) == "two"
+    assert fresh.serving() == "two"
+
+
+@pytest.mark.parametrize("drop_weights", [False, True])
+def test_a_model_sleeps_and_wakes(fresh: Site, drop_weights: bool) -> None:
+    slept = fresh.admin("/sleep", {"drop_weights": drop_weights})
+    assert slept.status_code == 200, slept.text
+    assert fresh.admin("").json()["serving"]["state"] == "sleeping"
+    refused = fresh.server.post("/generate", {"inputs": "x", "parameters": {"max_new_tokens": 1}})
+    assert (refused.status_code, refused.json()["error_type"]) == (503, "not_ready")
+    assert "sleeps" in refused.json()["error"]
+    woken = fresh.admin("/wake", {})
+    assert woken.status_code == 200, woken.text
+    assert fresh.speaker(PROMPTS[2], fresh.says(PROMPTS[2])) == "one"
+
+
+def test_an_unloaded_server_refuses_work_and_takes_a_model_again(fresh: Site) -> None:
+    assert fresh.admin("/unload", {}).status_code == 200
+    refused = fresh.server.post("/generate", {"inputs": "x", "parameters": {"max_new_tokens": 1}})
+    assert (refused.status_code, refused.json()["error_type"]) == (503, "not_ready")
+    assert fresh.serving() is None
+    assert fresh.server.http.get(f"{fresh.server.url}/info").status_code == 503
+    assert fresh.server.http.get(f"{fresh.server.url}/metrics").status_code == 200
+    change = fresh.load("two")
+    assert change["plan"] == "empty"
+    assert fresh.speaker(PROMPTS[0], fresh.says(PROMPTS[0])) == "two"
+
+
+@pytest.mark.parametrize("token", [TOKEN[:-1], TOKEN + "x"])
+def test_without_the_token_nothing_is_told_or_changed(fresh: Site, token: str) -> None:
+    assert fresh.admin("", token=token).status_code == 401
+    assert fresh.admin("/load", {"model_id": "two"}, token=token).status_code == 401
+    assert fresh.serving() == "one"
+
+
+def test_memory_comes_back(fresh: Site) -> None:
+    from launched_server import anonymous_bytes
+
+    for name in ("two", "one"):
+        fresh.load(name)
+    await_true(fresh.server.idle, "nothing runs")
+    before = anonymous_bytes(fresh.server.shard_pid)
+    for _ in range(4):
+        for name in ("two", "one"):
+            fresh.load(name)
+    time.sleep(0.5)
+    grown = anonymous_bytes(fresh.server.shard_pid) - before
+    assert grown < 3e6, f"eight swaps of models of 0.5 MB left {grown} bytes behind"
