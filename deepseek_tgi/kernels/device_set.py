@@ -28,7 +28,12 @@ logger = logging.getLogger(__name__)
 
 TRITON_PROVIDERS: tuple[str, ...] = ()
 """Modules with a `provide` of Triton kernels; in this order, later ones see what earlier ones brought."""
-CUDA_PROVIDERS: tuple[str, ...] = ("deepseek_tgi.kernels.int4_linear.cuda",)
+CUDA_PROVIDERS: tuple[str, ...] = (
+    "deepseek_tgi.kernels.int4_linear.cuda",
+    "deepseek_tgi.kernels.kv_write.cuda",
+    "deepseek_tgi.kernels.paged_attention.cuda",
+    "deepseek_tgi.kernels.qkv_attention.cuda",
+)
 """As `TRITON_PROVIDERS`, of CUDA C++."""
 OF_PARTS = ("norm_int4_linear", "silu_int4_linear", "qkv_attention", "latent_prepare", "moe")
 """Ops that are made of others where no kernel does them in one."""

@@ -392,6 +392,19 @@ static inline u8 float_fp8(float x) {
 static inline u32 fp8_halves(u16 pair) { return half_pair(fp8_float(u8(pair)), fp8_float(u8(pair >> 8))); }
 static inline u16 fp8_pair(float low, float high) { return u16(float_fp8(high) << 8 | float_fp8(low)); }
 
+static inline u16 half_towards(float x, bool up) {
+  u16 r = float_half(x);
+  if (up ? half_float(r) >= x : half_float(r) <= x) return r;
+  if ((r & 0x7FFF) == 0) return up ? 0x0001 : 0x8001;
+  bool away = ((r & 0x8000) != 0) != up;
+  return u16(away ? r + 1 : r - 1);
+}
+static inline u16 half_above(float x) { return half_towards(x, true); }
+static inline u16 half_below(float x) { return half_towards(x, false); }
+static inline float times(float a, float b) { return a * b; }
+static inline float plus(float a, float b) { return a + b; }
+static inline float minus(float a, float b) { return a - b; }
+
 static inline u32 bf16_fma(u32 a, u32 b, u32 c) {
   return bf16_pair(float(double(bf16_low(a)) * bf16_low(b) + bf16_low(c)),
                    float(double(bf16_high(a)) * bf16_high(b) + bf16_high(c)));
@@ -406,6 +419,7 @@ static inline u32 half_sub(u32 a, u32 b) { return half_pair(half_low(a) - half_l
 static inline u32 half_mul(u32 a, u32 b) { return half_pair(half_low(a) * half_low(b), half_high(a) * half_high(b)); }
 
 static inline float exp2_near(float x) { return exp2f(x); }
+static inline float log2_near(float x) { return log2f(x); }
 static inline float exp_near(float x) { return exp2_near(x * 1.4426950408889634f); }
 static inline float reciprocal(float x) { return 1.0f / x; }
 static inline float rsqrt_near(float x) { return 1.0f / sqrtf(x); }
@@ -421,6 +435,10 @@ static inline T load_aligned(const void* p) {
 }
 static inline words4 load_once(const void* p) { return load_aligned<words4>(p); }
 static inline words2 load_once8(const void* p) { return load_aligned<words2>(p); }
+static inline u32 load_once4(const void* p) { return load_aligned<u32>(p); }
+static inline u16 load_once2(const void* p) { return load_aligned<u16>(p); }
+static inline words4 load_fresh(const void* p) { return load_aligned<words4>(p); }
+static inline float load_fresh_float(const void* p) { return load_aligned<float>(p); }
 static inline void copy_async(void* shared, const void* global, bool wanted = true) {
   if (reinterpret_cast<uintptr_t>(shared) % 16 || (wanted && reinterpret_cast<uintptr_t>(global) % 16))
     emulation::fail("a background copy is not aligned to 16 bytes");
@@ -586,6 +604,18 @@ static inline void load_tiles_turned(u32 (&r)[4], const void* row) {
   Sums out = emulation::collective<const void*, Sums>(
       &kind, row, [](emulation::Collective& c, int) { read_tiles(c, true); });
   memcpy(r, out.c, 16);
+}
+
+static inline u32 turn_tile(u32 x) {
+  static const char kind = 0;
+  return emulation::collective<u32, u32>(&kind, x, [](emulation::Collective& c, int) {
+    u16 tile[8][8];
+    for (int lane = 0; lane < emulation::WARP; lane++) memcpy(&tile[lane / 4][lane % 4 * 2], c.in[lane], 4);
+    for (int lane = 0; lane < emulation::WARP; lane++) {
+      u32 pair = u32(tile[lane % 4 * 2 + 1][lane / 4]) << 16 | tile[lane % 4 * 2][lane / 4];
+      memcpy(c.out[lane], &pair, 4);
+    }
+  });
 }
 
 static inline void wait_for_earlier() {}

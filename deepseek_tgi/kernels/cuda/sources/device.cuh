@@ -90,18 +90,50 @@ DEVICE u32 half_pair(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-// Two e4m3 floats (low byte first) to a pair of halves, exactly. sm_89 and newer.
+// Two e4m3 floats (low byte first) to a pair of halves, exactly; codes of NaN only where the hardware knows them.
 DEVICE u32 fp8_halves(u16 pair) {
+#if __CUDA_ARCH__ >= 890
   u32 r;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(pair));
   return r;
+#else
+  u32 wide = __byte_perm(pair, 0, 0x1404), r = wide & 0x80008000u | (wide & 0x7F007F00u) >> 1;  // 2^-8 of each
+  asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(r) : "r"(0x5C005C00u));
+  return r;
+#endif
 }
-// Two floats to e4m3, to nearest even, beyond 448 saturating. sm_89 and newer.
+DEVICE u32 fp8_code(float x) {
+  float magnitude = fminf(fabsf(x), 448.0f);
+  u32 bits = __float_as_uint(magnitude), code = (u32)rintf(magnitude * 512.0f);
+  if (magnitude >= 0.015625f) code = (bits + 0x7FFFFu + (bits >> 20 & 1) >> 20) - (120 << 3);
+  return x != x ? 0x7F : __float_as_uint(x) >> 24 & 0x80 | code;
+}
+// Two floats to e4m3, to nearest even, beyond 448 saturating.
 DEVICE u16 fp8_pair(float low, float high) {
+#if __CUDA_ARCH__ >= 890
   u16 r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
   return r;
+#else
+  return (u16)(fp8_code(high) << 8 | fp8_code(low));
+#endif
 }
+// To the half at or above, or at or below.
+DEVICE u16 half_above(float x) {
+  u16 r;
+  asm("cvt.rp.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+  return r;
+}
+DEVICE u16 half_below(float x) {
+  u16 r;
+  asm("cvt.rm.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+  return r;
+}
+
+// --- one operation, one rounding: what bytes of a format depend on --------------------------------------------------
+DEVICE float times(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float minus(float a, float b) { return __fsub_rn(a, b); }
 
 // --- arithmetic on pairs --------------------------------------------------------------------------------------------
 DEVICE u32 bf16_fma(u32 a, u32 b, u32 c) {
@@ -134,6 +166,11 @@ DEVICE float exp2_near(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
+DEVICE float log2_near(float x) {
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
 DEVICE float exp_near(float x) { return exp2_near(x * 1.4426950408889634f); }
 DEVICE float reciprocal(float x) { return __fdividef(1.0f, x); }
 DEVICE float rsqrt_near(float x) { return rsqrtf(x); }
@@ -151,6 +188,27 @@ DEVICE words4 load_once(const void* p) {
 DEVICE words2 load_once8(const void* p) {
   words2 r;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p));
+  return r;
+}
+DEVICE u32 load_once4(const void* p) {
+  u32 r;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(r) : "l"(p));
+  return r;
+}
+DEVICE u16 load_once2(const void* p) {
+  u16 r;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u16 %0, [%1];" : "=h"(r) : "l"(p));
+  return r;
+}
+// What other blocks of this launch wrote, once a fence and a counter say that it is there.
+DEVICE words4 load_fresh(const void* p) {
+  words4 r;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+}
+DEVICE float load_fresh_float(const void* p) {
+  float r;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(r) : "l"(p));
   return r;
 }
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -216,6 +274,13 @@ DEVICE void load_tiles_turned(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_address(row)));
+}
+
+// An 8 x 8 tile of 16-bit elements, held as load_tiles gives it, turned over its diagonal.
+DEVICE u32 turn_tile(u32 x) {
+  u32 r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+  return r;
 }
 
 // --- clusters (sm_90 and newer): blocks that run together and read each other's shared memory ------------------------

@@ -1,0 +1,207 @@
+"""Paged attention in CUDA C++: a decode step's queries, as `cuda/sources/paged_decode.cu` explains."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.common import ACTIVATIONS
+from deepseek_tgi.kernels.cuda.heads import MODES, page_bytes
+from deepseek_tgi.kernels.cuda.machine import machine_of
+from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec, Programs, spec
+from deepseek_tgi.kernels.frame import PlacedFrame
+from deepseek_tgi.kernels.paged_attention import PagedAttention, check_paged_attention
+from deepseek_tgi.kernels.pages import LayerPages
+from deepseek_tgi.kernels.select import KernelSet
+
+logger = logging.getLogger(__name__)
+
+HEAD_UNIT, LARGEST_HEAD = 32, 256
+LEAST_TOKENS = 256
+"""What a block takes at least: fewer tokens cost more in putting the parts together than they win."""
+_SIGNATURE = "plppppl" + "pipii" + "fpppi"
+
+
+def provide(kernels: KernelSet) -> KernelSet:
+    """Decode steps on CUDA C++, prompts as before."""
+    machine = machine_of(kernels.device)
+    decode = PagedDecode(machine.programs, machine.multiprocessors, kernels.device)
+    return replace(kernels, paged_attention=PagedAttentionOp(decode, kernels.paged_attention))
+
+
+class PagedAttentionOp:
+    """The op: decode steps here, what the kernel does not take to `others`, which is said once a reason."""
+
+    def __init__(self, decode: PagedDecode, others: PagedAttention) -> None:
+        self._decode = decode
+        self._others = others
+        self._said: set[str] = set()
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        pages: LayerPages,
+        inputs: ForwardInputs,
+        scale: float,
+        out: torch.Tensor | None = None,
+        *,
+        placed: PlacedFrame | None = None,
+    ) -> torch.Tensor:
+        """See the contract."""
+        check_paged_attention(q, pages, inputs, out, placed, dtypes=ACTIVATIONS)
+        y = q.new_empty((*q.shape[:2], pages.v_dim)) if out is None else out
+        if inputs.max_seqlen > 1 or q.shape[0] != inputs.cache_lens.shape[0]:
+            return self._others(q, pages, inputs, scale, y, placed=placed)
+        unfit = decode_shape(q, pages, y).unfit
+        if unfit is None and pages.quantised and placed is not None and placed.frame.centre is not None:
+            unfit = "keys without their centre"
+        if unfit is None:
+            if y.numel():
+                self._decode(q, pages, inputs, scale, y)
+            return y
+        if unfit not in self._said:
+            self._said.add(unfit)
+            logger.warning("paged_attention: no CUDA kernel for %s; another does the work, which is slower", unfit)
+        return self._others(q, pages, inputs, scale, y, placed=placed)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a kernel cuts its work: 16-token tiles a warp holds at a time, warps of a block, blocks a multiprocessor has
+    registers for.
+    """
+
+    tiles: int
+    warps: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """What one compiled kernel is for. `ratio` is the query heads of a KV head."""
+
+    mode: str
+    k_dim: int
+    v_dim: int
+    block_size: int
+    ratio: int
+    q_dtype: torch.dtype
+    out_dtype: torch.dtype
+
+    @property
+    def unfit(self) -> str | None:
+        """Why there is no kernel for this shape, if so."""
+        if self.mode not in MODES:
+            return f"pages of {self.mode}"
+        for size in (self.k_dim, self.v_dim):
+            if size % HEAD_UNIT or size > LARGEST_HEAD:
+                return f"heads of {size} elements (a multiple of {HEAD_UNIT} up to {LARGEST_HEAD} is wanted)"
+        return None
+
+    @property
+    def query_tiles(self) -> int:
+        """Tiles of eight queries that a warp works on at a time."""
+        return 2 if self.ratio > 8 and self.v_dim <= 128 else 1
+
+    @property
+    def rows(self) -> int:
+        """Queries of a group: those that share what is read of a KV head."""
+        return 8 * self.query_tiles
+
+    @property
+    def groups(self) -> int:
+        """Groups of a KV head."""
+        return -(-self.ratio // self.rows)
+
+    @property
+    def tiling(self) -> Tiling:
+        """How the work is cut."""
+        if max(self.k_dim, self.v_dim) > 128 or self.query_tiles > 1:
+            return Tiling(1, 4, 2)
+        return Tiling(1, 4, 3) if MODES[self.mode] < 2 else Tiling(1, 8, 2)
+
+    def spec(self, tiling: Tiling) -> KernelSpec:
+        """The kernel."""
+        return spec(
+            "paged_decode", "paged_decode", _SIGNATURE, MODE=MODES[self.mode], DK=self.k_dim, DV=self.v_dim,
+            BLOCK=self.block_size, RATIO=self.ratio, NT=self.query_tiles, WARPS=tiling.warps, TILES=tiling.tiles,
+            BLOCKS=tiling.blocks, Q_BF16=int(self.q_dtype == torch.bfloat16),
+            OUT_BF16=int(self.out_dtype == torch.bfloat16),
+        )  # fmt: skip
+
+
+class PagedDecode:
+    """One query token a request over its pages. Owner of the kernels' workspace; one call at a time on one stream."""
+
+    def __init__(self, programs: Programs, num_processors: int, device: torch.device) -> None:
+        self._programs = programs
+        self._num_processors = num_processors
+        self._device = device
+        self._kernels: dict[tuple[DecodeShape, Tiling], Kernel] = {}
+        self._parts: dict[int, torch.Tensor] = {}
+        self._arrived: list[torch.Tensor] = []
+
+    def __call__(
+        self, q: torch.Tensor, pages: LayerPages, inputs: ForwardInputs, scale: float, out: torch.Tensor
+    ) -> None:
+        """Attend into `out [B, H, Dv]`; `q [B, H, Dk]` may be a strided view with dense heads."""
+        self.launch((q, out), pages, inputs, scale=scale)
+
+    def launch(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        pages: LayerPages,
+        inputs: ForwardInputs,
+        *,
+        scale: float,
+        tiling: Tiling | None = None,
+        least_tokens: int = LEAST_TOKENS,
+    ) -> None:
+        """The same for queries and outputs `rows`; another `tiling` and `least_tokens` are for measuring."""
+        q, out = rows
+        shape = decode_shape(q, pages, out)
+        cut = tiling or shape.tiling
+        batch = inputs.cache_lens.shape[0]
+        num_blocks = self._num_processors * cut.blocks
+        groups = pages.num_heads * shape.groups
+        least_pieces = max(1, least_tokens // (16 * cut.tiles * cut.warps))
+        self._kernel(shape, cut)(
+            (num_blocks, 1, 1),
+            cut.warps * 32,
+            (
+                q, q.stride(0), pages.k, pages.v, pages.k_scale, pages.v_scale, page_bytes(pages),
+                inputs.block_tables, inputs.block_tables.stride(0), inputs.cache_lens, batch, pages.num_heads,
+                scale, out, self._workspace(num_blocks, shape.rows * (shape.v_dim + 2)),
+                self._counters(batch * groups), least_pieces,
+            ),
+            overlap=True,
+        )  # fmt: skip
+
+    def _kernel(self, shape: DecodeShape, tiling: Tiling) -> Kernel:
+        found = self._kernels.get((shape, tiling))
+        if found is None:
+            found = self._kernels[shape, tiling] = self._programs.kernel(shape.spec(tiling))
+        return found
+
+    def _workspace(self, num_blocks: int, part: int) -> torch.Tensor:
+        size = 2 * num_blocks * part
+        found = self._parts.get(size)
+        if found is None:
+            found = self._parts[size] = torch.empty(size, dtype=torch.float32, device=self._device)
+        return found
+
+    def _counters(self, count: int) -> torch.Tensor:
+        """`count` zeros, which every launch leaves as zeros. Smaller ones stay: CUDA graphs may know them."""
+        if not self._arrived or self._arrived[-1].numel() < count:
+            self._arrived.append(torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=self._device))
+        return self._arrived[-1]
+
+
+def decode_shape(q: torch.Tensor, pages: LayerPages, out: torch.Tensor) -> DecodeShape:
+    """Which kernel these operands want."""
+    return DecodeShape(
+        pages.mode, pages.k_dim, pages.v_dim, pages.block_size, q.shape[1] // pages.num_heads, q.dtype, out.dtype
+    )

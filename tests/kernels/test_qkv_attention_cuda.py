@@ -1,0 +1,102 @@
+"""The ops over the CUDA sources, emulated, against the same made of torch's operators; and what they hand to others."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from emulation.emulated import EmulatedPrograms
+
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.errors import GenerationError
+from deepseek_tgi.kernels.common import ComputeDtype
+from deepseek_tgi.kernels.cuda.heads import HeadWriter
+from deepseek_tgi.kernels.device_set import operators
+from deepseek_tgi.kernels.frame import Frame
+from deepseek_tgi.kernels.kv_write.cuda import KvWriteOp
+from deepseek_tgi.kernels.paged_attention.cuda import PagedAttentionOp, PagedDecode
+from deepseek_tgi.kernels.qkv_attention import HeadNorms
+from deepseek_tgi.kernels.qkv_attention.cuda import QkvAttentionOp
+from deepseek_tgi.kv.layout import KVLayout, KVMode
+from deepseek_tgi.kv.pool import KVPool
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, WIDTH = 6, 2, 64
+TORCH = operators(CPU, ComputeDtype.BFLOAT16)
+
+
+def make_op() -> QkvAttentionOp:
+    programs = EmulatedPrograms()
+    attention = PagedAttentionOp(PagedDecode(programs, 2, CPU), TORCH.paged_attention)
+    return QkvAttentionOp(HeadWriter(programs), attention, TORCH.qkv_attention)
+
+
+def step(tokens: list[int], cached: list[int], tables: torch.Tensor) -> ForwardInputs:
+    """Tokens that follow what is cached; the second request's are stored already."""
+    owners = [b for b, n in enumerate(tokens) for _ in range(n)]
+    positions = torch.tensor([c + i for n, c in zip(tokens, cached, strict=True) for i in range(n)])
+    slots = tables[owners, positions // 16].long() * 16 + positions % 16
+    slots[[b == 1 for b in owners]] = -1
+    starts = torch.tensor([0, *tokens]).cumsum(0).int()
+    contexts = [n + c for n, c in zip(tokens, cached, strict=True)]
+    return ForwardInputs(
+        torch.zeros(len(owners), dtype=torch.int64), positions.int(), slots, starts, tables,
+        torch.tensor(cached, dtype=torch.int32), torch.arange(len(tokens)), max(tokens), max(contexts),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [KVMode.BFLOAT16, KVMode.INT8, KVMode.INT4], ids=lambda m: m.value)
+@pytest.mark.parametrize("tokens", [[1, 1], [3, 20]], ids=["decode", "prompts"])
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "norms-and-frame"])
+def test_the_fused_call_is_its_parts(mode: KVMode, tokens: list[int], extras: bool) -> None:
+    tables = torch.tensor([[3, 1, 5, 6], [2, 4, 7, 8]], dtype=torch.int32)
+    inputs = step(tokens, [40, 17], tables)
+    angles = torch.rand(64, WIDTH // 2) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    norms = HeadNorms(torch.rand(WIDTH) + 0.5, torch.rand(WIDTH) + 0.5, 1e-6) if extras else None
+    frame = Frame(torch.randn(KV_HEADS, WIDTH) * 3) if extras else None
+    rows = torch.randn(sum(tokens), (HEADS + 2 * KV_HEADS) * WIDTH).bfloat16()
+    filled = torch.randint(0, 100, (1 << 16,), dtype=torch.uint8)
+    results = []
+    for attend in (make_op(), TORCH.qkv_attention):
+        pool = KVPool(KVLayout(1, KV_HEADS, WIDTH, WIDTH, mode), 9)
+        pool.storage.view(-1)[:] = filled.repeat(-(-pool.nbytes // len(filled)))[: pool.nbytes]
+        heads = rows.clone().view(len(rows), -1, WIDTH)
+        q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), 1)
+        out = torch.full((len(rows), HEADS, WIDTH), float("nan")).bfloat16()
+        attend(
+            q, k, v, pool.view(0), inputs, cos_sin=cos_sin, scale=0.125, out=out, head_norms=norms, frame=frame
+        )  # fmt: skip
+        results.append((pool.storage, heads, out))
+    ours, theirs = results
+    if norms is None:
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
+    off = (ours[2].float() - theirs[2].float()).abs().max()
+    # Results rounded to bfloat16, norms whose sums have another order, and the weights' own rounding.
+    assert off <= 2.0**-6 * theirs[2].float().abs().max()
+
+
+def test_what_no_kernel_takes_is_said_once_and_done_by_others(caplog: pytest.LogCaptureFixture) -> None:
+    op = KvWriteOp(HeadWriter(EmulatedPrograms()), TORCH.kv_write)
+    pool, plain = (KVPool(KVLayout(1, KV_HEADS, WIDTH, WIDTH, KVMode.INT4), 2) for _ in range(2))
+    k, v = torch.randn(4, KV_HEADS, WIDTH), torch.randn(4, KV_HEADS, WIDTH)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            op(pool.view(0), k, v, torch.arange(4))
+    assert len(caplog.records) == 1
+    assert "no CUDA kernel for int4" in caplog.text
+    TORCH.kv_write(plain.view(0), k, v, torch.arange(4))
+    assert torch.equal(pool.storage, plain.storage)
+
+
+def test_heads_that_do_not_fit_the_pages_are_refused() -> None:
+    pool = KVPool(KVLayout(1, KV_HEADS, WIDTH, WIDTH, KVMode.INT8), 9)
+    inputs = step([1, 1], [40, 17], torch.tensor([[3, 1, 5, 6], [2, 4, 7, 8]], dtype=torch.int32))
+    heads = torch.randn(2, HEADS + 2 * KV_HEADS, 96)
+    q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), 1)
+    with pytest.raises(GenerationError, match=r"got q \[2, 6, 96\] float32, expected \[2, 6, 64\]"):
+        make_op()(
+            q, k, v, pool.view(0), inputs, cos_sin=torch.ones(64, 64), scale=1.0, out=torch.empty(2, HEADS, WIDTH)
+        )
