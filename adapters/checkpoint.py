@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,15 +30,16 @@ _NAMES_SHOWN = 5
 
 
 class Checkpoint:
-    """The tensors of one folder by name, with an account of what was read.
+    """The tensors of one folder by name, with an account of what was read; `move` takes those that are asked for on.
 
     Not for several threads. `tensor` counts a name as used; `skip` counts names as left out by rule; `finish` reports
     the rest in one line.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, move: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         """Map every file. Raises `CheckpointError` for anything missing, doubled, truncated or inconsistent."""
         self.folder = folder
+        self._move = move
         weight_map = _read_index(folder)
         names = sorted(set(weight_map.values())) if weight_map else _find_files(folder)
         self._files = [SafetensorsFile(_existing(folder, name)) for name in names]
@@ -66,6 +67,11 @@ class Checkpoint:
         return self._home.keys()
 
     @property
+    def paths(self) -> Sequence[Path]:
+        """All files."""
+        return [file.path for file in self._files]
+
+    @property
     def num_bytes(self) -> int:
         """Size of all files."""
         return sum(file.num_bytes for file in self._files)
@@ -85,10 +91,14 @@ class Checkpoint:
     def tensor(
         self, name: str, shape: tuple[int, ...] | None = None, dtypes: Iterable[torch.dtype] | None = None
     ) -> torch.Tensor:
-        """A view of the mapped tensor, counted as used. Raises `CheckpointError` if shape or dtype is another."""
+        """A view of the mapped tensor, or what moving it gave, counted as used.
+
+        Raises `CheckpointError` if shape or dtype is another.
+        """
         self.check(name, shape, dtypes)
         self._seen.add(name)
-        return self._home[name].tensor(name)
+        stored = self._home[name].tensor(name)
+        return stored if self._move is None else self._move(stored)
 
     def check(
         self, name: str, shape: tuple[int, ...] | None = None, dtypes: Iterable[torch.dtype] | None = None

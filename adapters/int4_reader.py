@@ -184,7 +184,7 @@ class Int4Reader:
         if not self._layout.group_index or name not in self._checkpoint:
             return None
         index = self._checkpoint.tensor(name, (in_features,), _INDEX_DTYPES).to(torch.int64)
-        natural = torch.arange(in_features) // size
+        natural = torch.arange(in_features, device=index.device) // size
         if torch.equal(index, natural) or bool((index == -1).all()):
             return None
         groups = -(-in_features // size)

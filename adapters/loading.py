@@ -20,6 +20,7 @@ from deepseek_tgi.adapters.model_config import ModelConfig
 from deepseek_tgi.adapters.models import LAYERS
 from deepseek_tgi.adapters.models.decoder import Decoder, DecoderWeights
 from deepseek_tgi.adapters.module_table import EMBEDDING, HEAD
+from deepseek_tgi.adapters.transfer import ReadAhead
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.kernels.common import PackedDense
 
@@ -41,11 +42,16 @@ def load_decoder(
     started = time.monotonic()
     device = source.kernels.device
     parts: list[Part] = []
-    for index in _shown(config.num_hidden_layers, progress):
-        parts.extend(LAYERS[config.model_type](config, source, index))
-        _give_back(checkpoint)
-        if report is not None:
-            report(100.0 * (index + 1) / config.num_hidden_layers)
+    ahead = None if device.type == "cpu" else ReadAhead(checkpoint.paths)
+    try:
+        for index in _shown(config.num_hidden_layers, progress):
+            parts.extend(LAYERS[config.model_type](config, source, index))
+            _give_back(checkpoint)
+            if report is not None:
+                report(100.0 * (index + 1) / config.num_hidden_layers)
+    finally:
+        if ahead is not None:
+            ahead.stop()
     norm = source.norm("model.norm", config.hidden_size, config.rms_norm_eps)
     embedding, matrix = _load_ends(config, source)
     head = Head(
@@ -59,6 +65,9 @@ def load_decoder(
     )
     checkpoint.finish()
     _give_back(checkpoint)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what unpacking took
     decoder = Decoder(DecoderWeights(embedding, parts, head, rope), source.kernels, device)
     stored = ", ".join(f"{count} {name}" for name, count in sorted(source.formats.items()))
     logger.info(

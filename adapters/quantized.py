@@ -25,6 +25,7 @@ from deepseek_tgi.adapters.quantization import resolve
 from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.adapters.sharding import Share, plan_shards
 from deepseek_tgi.adapters.stored_headers import StoredForms
+from deepseek_tgi.adapters.transfer import Transfer
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import ConfigError
@@ -83,7 +84,8 @@ class QuantizedModelAdapter(ModelAdapter):
         compute = resolve_compute_dtype(options.dtype, device.type == "cuda")
         layout = cache_layout(local, resolve_kv_mode(options.kv_cache_dtype, compute), options.block_size)
         tokenizer = _load_tokenizer(folder, config)
-        checkpoint = Checkpoint(folder)
+        transfer = None if device.type == "cpu" else Transfer(device)
+        checkpoint = Checkpoint(folder, transfer)
         plan = resolve(config, checkpoint)
         if options.quantize is not None and not plan.label.startswith(options.quantize):
             logger.warning(
@@ -94,6 +96,11 @@ class QuantizedModelAdapter(ModelAdapter):
         share = Share(shards, options.rank) if group is not None else None
         source = WeightSource(plan, kernels, share, group, latent_form=options.mla_prefill)
         decoder = load_decoder(local, checkpoint, source, options.progress, options.report)
+        if transfer is not None:
+            logger.info(
+                "moved %.1f MB to %s; the host read and filled pinned memory for %.2f s of that time",
+                transfer.num_bytes / 1e6, device, transfer.host_s,
+            )  # fmt: skip
         info = _describe(model_id, config, kernels, decoder, plan.label)
         model = GpuModel(decoder, kernels, config.vocab_size, options.block_size, options.cuda_graphs)
         gpu = None if device.type == "cpu" else GpuSteps(model, device)

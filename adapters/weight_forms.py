@@ -238,7 +238,7 @@ def on_device(weight: Weight, device: torch.device) -> Weight:
 
 def _cut_side(side: torch.Tensor, old: int, new: int, start: int, stop: int) -> torch.Tensor:
     """What `side [N, groups of old]` holds for inputs `start:stop` in groups of `new` (see `cut_group`)."""
-    return side[:, torch.arange(start, stop, new) // old]
+    return side[:, torch.arange(start, stop, new, device=side.device) // old]
 
 
 def _fuse_int4(parts: Sequence[Int4Weight]) -> Int4Weight | None:

@@ -35,7 +35,7 @@ def unpack(
     grid = (shape[0], -(-shape[1] // group_size))
     stored_scales = scales.t() if layout.input_major else scales
     if zeros is None:
-        unpacked_zeros = torch.full(grid, SYMMETRIC_ZERO, dtype=torch.uint8)
+        unpacked_zeros = torch.full(grid, SYMMETRIC_ZERO, dtype=torch.uint8, device=weight.device)
     else:
         unpacked_zeros = unpack_zeros(layout, zeros, grid)
     codes = _unpack_side(layout, weight, layout.weight_axis, shape)
@@ -110,7 +110,7 @@ def unpack_words(words: torch.Tensor, nibble_order: tuple[int, ...]) -> torch.Te
     """Spread `[R, W] int32` into `[R, 8 W] uint8`, undoing the nibble order."""
     rows = words.shape[0]
     octets = words.contiguous().view(-1).view(torch.uint8).view(rows, -1, NIBBLES_PER_WORD // 2)
-    spread = torch.empty((rows, octets.shape[1], NIBBLES_PER_WORD), dtype=torch.uint8)
+    spread = octets.new_empty((rows, octets.shape[1], NIBBLES_PER_WORD))
     for place in range(NIBBLES_PER_WORD // 2):
         # Little-endian words: octet `place` holds nibbles 2*place (low half) and 2*place + 1 (high half).
         octet = octets[:, :, place]
@@ -122,7 +122,7 @@ def unpack_words(words: torch.Tensor, nibble_order: tuple[int, ...]) -> torch.Te
 def pack_words(columns: torch.Tensor, nibble_order: tuple[int, ...]) -> torch.Tensor:
     """Gather `[R, 8 W] uint8` (0..15) into `[R, W] int32` in the nibble order: the inverse of `unpack_words`."""
     eights = columns.view(columns.shape[0], -1, NIBBLES_PER_WORD)
-    octets = torch.empty((*eights.shape[:2], NIBBLES_PER_WORD // 2), dtype=torch.uint8)
+    octets = eights.new_empty((*eights.shape[:2], NIBBLES_PER_WORD // 2))
     for place in range(NIBBLES_PER_WORD // 2):
         high = eights[:, :, nibble_order[2 * place + 1]] << 4
         torch.bitwise_or(eights[:, :, nibble_order[2 * place]], high, out=octets[:, :, place])

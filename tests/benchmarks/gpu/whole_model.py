@@ -1,0 +1,245 @@
+"""Whole models of random numbers in real shapes on one GPU: decode and prefill, bare and through a shard's RPCs.
+
+    python -m tests.benchmarks.gpu.whole_model [--models llama qwen lite] [--cache bfloat16 int8 int4] [--out FILE]
+
+A bare step is `ModelAdapter.step`: inputs on the host, logits on the device. `device` is its time by the GPU's own
+clock over many steps launched one behind the other, `wall` that of steps whose arg-max is read back, as serving must.
+Tokens a second are wall figures. Floors are bytes over the read bandwidth measured first. Weights are random, pages
+hold random codes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kv.pool import KVPool
+from tests.benchmarks.gpu.floors import TARGETS_TOKENS_PER_S, step_bytes
+from tests.benchmarks.gpu.random_model import LLAMA_8B, QWEN_7B, V2_LITE, RandomBackend, Shape, write_folder
+from tests.benchmarks.measure import circumstances
+
+MODELS = {"llama": LLAMA_8B, "qwen": QWEN_7B, "lite": V2_LITE}
+BATCHES, CONTEXTS, PROMPTS = (1, 16, 32), (1024, 8192, 32768), (512, 4096, 32768)
+MAX_TOKENS = 33024
+STEPS, REPEATS = 20, 5
+_LEFT_FREE_BYTES = 6 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One loaded model and where it computes."""
+
+    shape: Shape
+    adapter: ModelAdapter
+    device: torch.device
+
+    def fits(self, num_tokens: int) -> bool:
+        """True if a cache of so many tokens does."""
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 1 << 30
+        return num_tokens * self.adapter.kv_layout.bytes_per_token < free - _LEFT_FREE_BYTES or num_tokens < 4096
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run and print; with `--out`, save as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--cache", nargs="+", default=["bfloat16", "int8", "int4"])
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
+    parser.add_argument("--prompts", nargs="*", type=int, default=PROMPTS)
+    parser.add_argument("--layers", type=int, default=0, help="cut models short")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--rpc", action="store_true", help="through a shard's RPCs as well")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    results: dict[str, Any] = {"circumstances": circumstances(), "models": {}}
+    device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
+    results["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    bandwidth = read_bandwidth(device)
+    results["read_bandwidth_bytes_per_s"] = bandwidth
+    print(f"{results['device']}: reads {bandwidth * 1e-12:.2f} TB/s")
+    for name in args.models:
+        for cache in args.cache:
+            rows = list(measured(MODELS[name], cache, bandwidth, args))
+            results["models"].setdefault(MODELS[name].name, {})[cache] = rows
+            if args.out:
+                args.out.write_text(json.dumps(results, indent=1))
+
+
+def measured(shape: Shape, cache: str, bandwidth: float, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every row of one model with one cache format."""
+    from tests.benchmarks.gpu.rpc import through_rpcs
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(Path(folder), shape, _tokenizer, args.layers)
+        started = time.perf_counter()
+        options = LoadOptions(device=args.device, kernels=args.kernels, kv_cache_dtype=cache, cuda_graphs=_graphs(args))
+        adapter = RandomBackend.get_model(folder, options=options)
+        run = Run(shape, adapter, torch.device(adapter.info.device))
+        loaded = time.perf_counter() - started
+        print(f"\n{shape.name}, {cache} cache, {adapter.info.attention_impl}: drawn and packed in {loaded:.1f} s")
+        yield {"what": "load", "seconds": loaded, "weight_bytes": adapter.info.weight_bytes}
+        decoded: dict[tuple[int, int], float] = {}
+        for batch in args.batches:
+            for context in args.contexts:
+                if run.fits(batch * (context + 64)):
+                    row = decode_row(run, batch, context, bandwidth)
+                    decoded[batch, context] = row["wall_s"]
+                    yield row
+        for tokens in args.prompts:
+            yield prefill_row(run, tokens)
+        adapter.close()
+        del adapter, run
+        _forget()
+        if args.rpc:
+            yield from through_rpcs(Path(folder), cache, args, decoded)
+
+
+def decode_row(run: Run, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
+    """One decode step of `batch` requests with `context` tokens each, the new one included."""
+    pool, inputs = cache_and_inputs(run, batch, context)
+    run.adapter.open_pool(pool, batch, MAX_TOKENS)
+    logits = run.adapter.step(inputs, pool)
+    finite = bool(logits.isfinite().all())
+    device = [_device_seconds(run, lambda: run.adapter.step(inputs, pool)) for _ in range(REPEATS)]
+    wall = [_wall_seconds(lambda: run.adapter.step(inputs, pool).argmax(-1).tolist()) for _ in range(REPEATS)]
+    run.adapter.close_pool()
+    pool.close()
+    _forget()
+    floor = step_bytes(run.shape, batch, context, run.adapter.kv_layout.bytes_per_token).seconds(bandwidth)
+    middle = statistics.median(wall)
+    target = TARGETS_TOKENS_PER_S.get((run.shape.name, batch, context))
+    row: dict[str, Any] = {
+        "what": "decode", "batch": batch, "context": context, "finite": finite, "device_s": statistics.median(device),
+        "wall_s": middle, "wall_spread_s": [min(wall), max(wall)], "tokens_per_s": batch / middle, "floor_s": floor,
+        "target_tokens_per_s": target,
+    }  # fmt: skip
+    verdict = "" if target is None else f"  target {target:.0f}: {'met' if batch / middle >= target else 'missed'}"
+    print(
+        f"  decode {batch:3d} x {context:5d}: device {row['device_s'] * 1e3:7.3f} ms, wall {middle * 1e3:7.3f} ms "
+        f"({min(wall) * 1e3:.3f}-{max(wall) * 1e3:.3f}), {batch / middle:8.0f} tok/s, floor {floor * 1e3:6.3f} ms "
+        f"(x{middle / floor:.2f}){verdict}{'' if finite else '  LOGITS NOT FINITE'}"
+    )
+    return row
+
+
+def prefill_row(run: Run, tokens: int) -> dict[str, Any]:
+    """A prompt of `tokens` in one step, nothing cached before it."""
+    pool, decode = cache_and_inputs(run, 1, tokens)
+    ids = torch.randint(0, 1000, (tokens,))
+    positions = torch.arange(tokens, dtype=torch.int32)
+    size = pool.layout.block_size
+    inputs = ForwardInputs(
+        input_ids=ids,
+        positions=positions,
+        slots=decode.block_tables[0].long()[positions // size] * size + positions % size,
+        cu_seqlens=torch.tensor([0, tokens], dtype=torch.int32),
+        block_tables=decode.block_tables,
+        cache_lens=torch.zeros(1, dtype=torch.int32),
+        logit_rows=torch.tensor([tokens - 1]),
+        max_seqlen=tokens,
+        max_context=tokens,
+    )
+    run.adapter.step(inputs, pool)
+    repeats = REPEATS if tokens <= 4096 else 2
+    wall = [_wall_seconds(lambda: run.adapter.step(inputs, pool).argmax(-1).tolist(), 1) for _ in range(repeats)]
+    middle = statistics.median(wall)
+    pool.close()
+    _forget()
+    print(
+        f"  prefill {tokens:6d}: {middle * 1e3:8.1f} ms ({min(wall) * 1e3:.1f}-{max(wall) * 1e3:.1f}), "
+        f"{tokens / middle:8.0f} tok/s"
+    )
+    return {
+        "what": "prefill", "tokens": tokens, "wall_s": middle, "wall_spread_s": [min(wall), max(wall)],
+        "tokens_per_s": tokens / middle,
+    }  # fmt: skip
+
+
+def cache_and_inputs(run: Run, batch: int, context: int) -> tuple[KVPool, ForwardInputs]:
+    """A pool of random codes, its blocks dealt out in no order, and the step that adds the last token to each."""
+    layout = run.adapter.kv_layout
+    blocks = -(-context // layout.block_size)
+    pool = KVPool(layout, 1 + batch * blocks, run.device)
+    pool.storage.random_(0x30, 0x40)  # finite in every format
+    tables = (torch.randperm(batch * blocks, dtype=torch.int32) + 1).view(batch, blocks)
+    last = context - 1
+    lens = torch.full((batch,), last, dtype=torch.int32)
+    inputs = ForwardInputs(
+        input_ids=torch.randint(0, 1000, (batch,)),
+        positions=lens,
+        slots=tables[:, last // layout.block_size].long() * layout.block_size + last % layout.block_size,
+        cu_seqlens=torch.arange(batch + 1, dtype=torch.int32),
+        block_tables=tables,
+        cache_lens=lens,
+        logit_rows=torch.arange(batch),
+        max_seqlen=1,
+        max_context=context,
+    )
+    return pool, inputs
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a sum over memory that no cache holds."""
+    size = 4 << 30 if device.type == "cuda" else 64 << 20
+    array = torch.randint(0, 100, (size // 4,), dtype=torch.int32, device=device).view(torch.float32)
+    best = 0.0
+    for _ in range(7):
+        seconds = _wall_seconds(lambda: float(array.amax()), 1)
+        best = max(best, size / seconds)
+    return best
+
+
+def _device_seconds(run: Run, step: Callable[[], object]) -> float:
+    if run.device.type != "cuda":
+        return _wall_seconds(step)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(STEPS):
+        step()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / STEPS
+
+
+def _wall_seconds(step: Callable[[], object], steps: int = STEPS) -> float:
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - started) / steps
+
+
+def _graphs(args: argparse.Namespace) -> tuple[int, ...]:
+    return tuple(args.batches)
+
+
+def _tokenizer(folder: Path) -> None:
+    import sys
+
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from tiny_tokenizer import write_tokenizer
+
+    write_tokenizer(folder)
+
+
+def _forget() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
