@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_serving(commands)
     _add_models(commands)
+    _add_changes(commands)
     _add_backends(commands)
     return parser
 
@@ -131,6 +132,37 @@ def _add_models(commands: Commands) -> None:
     quantize.add_argument("out", type=Path, help="folder to make; must not exist")
     quantize.add_argument("--method", choices=["rtn"], default="rtn", help="rtn: round to nearest (default)")
     quantize.add_argument("--group-size", type=int, help="weights a scale (default: 128, 64 or 32)")
+
+
+def _add_changes(commands: Commands) -> None:
+    about = "show and change what a running server serves"
+    added = _add(commands, "models", _unreachable, about, "models load my-model --url http://127.0.0.1:3000")
+    verbs = added.add_subparsers(metavar="VERB", required=True)
+    for verb, says in (
+        ("list", "what is served and what could be"),
+        ("status", "the same, and the changes so far"),
+        ("load", "serve another model"),
+        ("unload", "serve nothing"),
+        ("sleep", "give the model's memory back until it is woken"),
+        ("wake", "serve again"),
+    ):
+        one = verbs.add_parser(verb, help=says, description=says[0].upper() + says[1:] + ".")
+        one.set_defaults(command=_models, verb=verb)
+        one.add_argument("--url", default="http://127.0.0.1:3000", help="the server (default http://127.0.0.1:3000)")
+        one.add_argument("--token", help="its admin token (default: DEEPSEEK_TGI_ADMIN_TOKEN)")
+        if verb == "list":
+            one.add_argument(_JSON, dest="as_json", action="store_true", help="print one object instead")
+        if verb == "sleep":
+            one.add_argument(
+                "--drop-weights", action="store_true", help="give the weights back too, and read them again"
+            )
+        if verb == "load":
+            one.add_argument("model_id", help="a name of the server's repository, a folder, demo, smollm2 or a hub id")
+            one.add_argument("--revision", help="hub revision")
+            one.add_argument("--quantize", help="refuse the model unless it is stored so")
+            one.add_argument("--manifest-sha256", help="refuse it unless its SHA256SUMS file has this digest")
+            one.add_argument("--plan", choices=["auto", "beside", "drain"], help="how (default auto)")
+            one.add_argument("--socket", help="stem of the shards' sockets, for a server behind TGI's own router")
 
 
 def _add_backends(commands: Commands) -> None:
@@ -246,6 +278,27 @@ def _quantize(parsed: argparse.Namespace) -> int:
     quantize_rtn(parsed.source, parsed.out, parsed.group_size, sys.stderr.isatty())
     print(f"wrote {parsed.out}")
     return 0
+
+
+def _models(parsed: argparse.Namespace) -> int:
+    from deepseek_tgi.launcher import models
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    known = ("model_id", "revision", "quantize", "manifest_sha256", "plan", "drop_weights")
+    fields = {name: value for name in known if (value := getattr(parsed, name, None)) is not None}
+    if getattr(parsed, "socket", None):
+        fields.pop("plan", None)
+        return models.load_behind_tgi(parsed.socket, fields.pop("model_id"), fields, say)
+    door = models.Door(parsed.url.rstrip("/"), parsed.token or os.environ.get(models.TOKEN))
+    if parsed.verb == "list":
+        return models.show(door, say, parsed.as_json)
+    if parsed.verb == "status":
+        return models.show(door, say, as_json=False) or models.history(door, say)
+    if "model_id" in fields and Path(fields["model_id"]).is_dir() and os.sep in fields["model_id"]:
+        fields["model_id"] = str(Path(fields["model_id"]).resolve())
+    return models.change(door, parsed.verb, fields, say)
 
 
 def _backends(parsed: argparse.Namespace) -> int:

@@ -132,6 +132,38 @@ class LauncherConfig:
         group=CHANGES,
         secret=True,
     )
+    grpc_port: int = _own(
+        integer(0, 65535),
+        "TCP port of the gRPC services, 0 for none",
+        "GRPC_PORT",
+        default=0,
+        group=CHANGES,
+    )
+    grpc_tls_cert: str | None = _own(
+        text,
+        "PEM file of the gRPC port's certificate",
+        "GRPC_TLS_CERT",
+        group=CHANGES,
+    )
+    grpc_tls_key: str | None = _own(
+        text,
+        "PEM file of its key",
+        "GRPC_TLS_KEY",
+        group=CHANGES,
+    )
+    grpc_client_ca: str | None = _own(
+        text,
+        "PEM file of the CA that gRPC clients must show a certificate of",
+        "GRPC_CLIENT_CA",
+        group=CHANGES,
+    )
+    grpc_max_message: int = _own(
+        integer(1, 2**31 - 1),
+        "bytes of a message that a gRPC client may send",
+        "GRPC_MAX_MESSAGE",
+        default=4 * 1024 * 1024,
+        group=CHANGES,
+    )
     model_repository: str | None = _own(
         text, "folder whose sub-folders are models to load by name", "MODEL_REPOSITORY", group=CHANGES
     )

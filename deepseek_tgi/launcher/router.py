@@ -87,6 +87,11 @@ def router_environment(plan: Plan) -> dict[str, str]:
         "DEEPSEEK_TGI_DRAIN_TIMEOUT": shortest(config.drain_timeout),
         "DEEPSEEK_TGI_ADMIN_TOKEN": config.admin_token,
         "DEEPSEEK_TGI_MODEL_REPOSITORY": config.model_repository,
+        "DEEPSEEK_TGI_GRPC_PORT": str(config.grpc_port) if config.grpc_port else None,
+        "DEEPSEEK_TGI_GRPC_TLS_CERT": config.grpc_tls_cert,
+        "DEEPSEEK_TGI_GRPC_TLS_KEY": config.grpc_tls_key,
+        "DEEPSEEK_TGI_GRPC_CLIENT_CA": config.grpc_client_ca,
+        "DEEPSEEK_TGI_GRPC_MAX_MESSAGE": str(config.grpc_max_message),
     }
     return env | {name: value for name, value in given.items() if value}
 

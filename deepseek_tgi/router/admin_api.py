@@ -29,7 +29,6 @@ class AdminApi:
         self._state = state
         self._changes = changes
         self._authorization = f"Bearer {token}".encode()
-        self._tasks: set[asyncio.Task[Change]] = set()
 
     def table(self) -> dict[tuple[str, str], Handler]:
         """Method and path to handler."""
@@ -77,9 +76,7 @@ class AdminApi:
 
     async def _answer(self, exchange: Exchange, work: Coroutine[Any, Any, Change], fields: Fields) -> None:
         streamed = fields.optional("stream", boolean) or False
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
+        task = self._changes.start(work)
         if not streamed:
             await exchange.respond_json(200, asdict(await asyncio.shield(task)))
             return
@@ -92,11 +89,6 @@ class AdminApi:
         async for step in self._changes.follow(change):
             await exchange.write(sse.event(asdict(step)))
         await exchange.end_stream()
-
-    def _finished(self, task: asyncio.Task[Change]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # told to whoever asked, and in the history
 
     def _shown(self) -> dict[str, Any]:
         changes, models = self._changes, self._changes.models

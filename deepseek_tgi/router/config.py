@@ -121,6 +121,38 @@ class RouterConfig:
     model_repository: str | None = option(
         text, "folder whose sub-folders are models to load by name", env=("DEEPSEEK_TGI_MODEL_REPOSITORY",), flag=False
     )
+    grpc_port: int = _flag(
+        integer(0, 65535),
+        "TCP port of the gRPC services, 0 for none",
+        "DEEPSEEK_TGI_GRPC_PORT",
+        default=0,
+        flag=False,
+    )
+    grpc_tls_cert: str | None = _flag(
+        text,
+        "PEM file of the gRPC port's certificate",
+        "DEEPSEEK_TGI_GRPC_TLS_CERT",
+        flag=False,
+    )
+    grpc_tls_key: str | None = _flag(
+        text,
+        "PEM file of its key",
+        "DEEPSEEK_TGI_GRPC_TLS_KEY",
+        flag=False,
+    )
+    grpc_client_ca: str | None = _flag(
+        text,
+        "PEM file of the CA that gRPC clients must show a certificate of",
+        "DEEPSEEK_TGI_GRPC_CLIENT_CA",
+        flag=False,
+    )
+    grpc_max_message: int = _flag(
+        integer(1, 2**31 - 1),
+        "bytes of a message that a gRPC client may send",
+        "DEEPSEEK_TGI_GRPC_MAX_MESSAGE",
+        default=4 * 1024 * 1024,
+        flag=False,
+    )
     docker_label: str | None = option(text, "shown by /info", env=("DOCKER_LABEL",), flag=False)
     hf_hub_offline: bool = option(boolean, "use the hub cache only", env=("HF_HUB_OFFLINE",), default=False, flag=False)
 

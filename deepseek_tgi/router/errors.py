@@ -47,6 +47,7 @@ class ShardError(GenerationError):
 class ModelChangeError(DeepseekTgiError):
     """A model could not be loaded, swapped or unloaded; `kind` is what it would be in the process that refused."""
 
+    grpc_code = "FAILED_PRECONDITION"
     http_status = 409
     error_type = "model_change"
 

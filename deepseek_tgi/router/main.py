@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import uvloop
 
@@ -18,6 +18,7 @@ from deepseek_tgi.router.assembly import Router, assemble
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import RouterConfig, from_sources
 from deepseek_tgi.router.control import ControlClient
+from deepseek_tgi.router.grpc_port import GrpcPort
 from deepseek_tgi.router.listener import bind, server_for
 from deepseek_tgi.router.model_files import load_model_files
 from deepseek_tgi.router.spans import Spans
@@ -66,10 +67,25 @@ async def serve(config: RouterConfig) -> int:
             if generation is None and config.admin_token is not None:
                 logger.warning("these shards cannot change their model: there are no /admin routes")
             router = assemble(config, shards, facts, files, generation)
-            return await _run(router, listener, config.graceful_termination_timeout)
+            async with grpc_port(config, router):
+                return await _run(router, listener, config.graceful_termination_timeout)
         finally:
             await shards.close()
             tracing.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def grpc_port(config: RouterConfig, router: Router) -> AsyncIterator[None]:
+    """The gRPC services, if they are to have a port."""
+    if not config.grpc_port:
+        yield
+        return
+    port = GrpcPort(config, router)
+    await port.start()
+    try:
+        yield
+    finally:
+        await port.stop(CLOSE_SECONDS)
 
 
 def _lost(spans: int) -> None:

@@ -16,10 +16,11 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from deepseek_tgi.errors import DeepseekTgiError, ResourceError
 from deepseek_tgi.pb import control_pb2 as pb
@@ -84,6 +85,7 @@ class ModelChanges:
         self._running: Change | None = None
         self._moved = asyncio.Event()
         self._retiring: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Change]] = set()
 
     @property
     def running(self) -> Change | None:
@@ -149,6 +151,22 @@ class ModelChanges:
             change.pause_s = time.monotonic() - started
         return change
 
+    def start(self, work: Coroutine[Any, Any, Change]) -> asyncio.Task[Change]:
+        """Begin a change that goes on if whoever asked for it leaves."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    async def started(self, work: Coroutine[Any, Any, Change]) -> Change:
+        """A change, to its end; it goes on if the caller is cancelled."""
+        return await asyncio.shield(self.start(work))
+
+    def _finished(self, task: asyncio.Task[Change]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to whoever asked, and in the history
+
     async def follow(self, change: Change) -> AsyncIterator[Change]:
         """The change whenever it has moved, and when it is over."""
         seen = -1
@@ -162,11 +180,12 @@ class ModelChanges:
             await moved.wait()
 
     async def close(self) -> None:
-        """Wait for nothing more."""
-        for task in self._retiring:
+        """Give up what goes on."""
+        tasks: list[asyncio.Task[Any]] = [*self._retiring, *self._tasks]
+        for task in tasks:
             task.cancel()
-        if self._retiring:
-            await asyncio.wait(self._retiring)
+        if tasks:
+            await asyncio.wait(tasks)
 
     # --- plans ------------------------------------------------------------------------------------------------------
 

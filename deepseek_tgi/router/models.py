@@ -31,6 +31,13 @@ class Models:
         self._ended: asyncio.Future[None] | None = None
         self._leaving: set[ServedModel] = set()
 
+    @property
+    def reason(self) -> str:
+        """Why no model takes requests now, empty if one does."""
+        if self.open is not None:
+            return ""
+        return "being changed" if self._refusal is None else str(self._refusal)
+
     def publish(self, model: ServedModel) -> None:
         """From this instant on every new request, and every one that waits, gets `model`."""
         self.start(model)

@@ -120,6 +120,13 @@ class Validator:
         except RequestError as error:
             raise ValidationError(f"tokenizer error {error}") from error
 
+    async def spans(self, text: str, add_special_tokens: bool) -> list[Any]:
+        """As `tokens`, as values. Raises `ValidationError`."""
+        try:
+            return await self.off_loop(self._tokenizer.encode_with_offsets, text, add_special_tokens)
+        except RequestError as error:
+            raise ValidationError(f"tokenizer error {error}") from error
+
     def _tokens(self, text: str, add_special_tokens: bool) -> orjson.Fragment:
         spans = self._tokenizer.encode_with_offsets(text, add_special_tokens)
         return orjson.Fragment(

@@ -1,0 +1,107 @@
+"""The gRPC port: text generation for TGIS clients, the Open Inference Protocol, health and reflection, over TCP.
+
+Off unless a port is given. Plain without a certificate; with one, TLS; with a client CA too, only clients whose
+certificate it signed are let in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_reflection.v1alpha import reflection
+
+from deepseek_tgi.errors import ConfigError, ResourceError
+from deepseek_tgi.pb import fmaas_pb2_grpc, inference_pb2_grpc
+from deepseek_tgi.router.assembly import Router
+from deepseek_tgi.router.config import RouterConfig
+from deepseek_tgi.router.fmaas_service import FMAAS, FmaasService
+from deepseek_tgi.router.grpc_calls import Calls, Doorkeeper
+from deepseek_tgi.router.inference_service import INFERENCE, InferenceService
+
+logger = logging.getLogger(__name__)
+
+KEEPALIVE_MS = 60_000
+KEEPALIVE_ANSWER_MS = 20_000
+MIN_PING_INTERVAL_MS = 5_000
+MAX_STREAMS_A_CONNECTION = 1000
+
+AddService = Callable[[grpc.aio.Server], str]
+"""Adds one more service to a server; its full name."""
+
+
+class GrpcPort:
+    """The server behind the port; made and used on the event loop."""
+
+    def __init__(self, config: RouterConfig, router: Router, more: tuple[AddService, ...] = ()) -> None:
+        """Bind. Raises `ConfigError` for certificates that do not fit, `ResourceError` for a port that is taken."""
+        credentials = credentials_of(config)
+        state = router.state
+        calls = Calls(Doorkeeper.of(config), state.traffic, state.spans, state.infer)
+        self._server = grpc.aio.server(options=options_of(config), maximum_concurrent_rpcs=None)
+        fmaas_pb2_grpc.add_GenerationServiceServicer_to_server(FmaasService(calls, router.models), self._server)
+        service = InferenceService(calls, router.models, router.changes)
+        inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
+        names = [FMAAS, INFERENCE, *(add(self._server) for add in more), reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self._server)
+        host = f"[{config.hostname}]" if ":" in config.hostname else config.hostname
+        address = f"{host}:{config.grpc_port}"
+        try:
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise ResourceError(f"gRPC: {address}: cannot listen; free the port or choose another") from error
+
+    async def start(self) -> None:
+        """Take calls."""
+        await self._server.start()
+        logger.info("gRPC on port %d", self.port)
+
+    async def stop(self, seconds: float) -> None:
+        """Take no calls any more, and let those that run end within `seconds`."""
+        await self._server.stop(seconds)
+
+
+def options_of(config: RouterConfig) -> list[tuple[str, Any]]:
+    """Message limits, keepalive, and one process a port."""
+    return [
+        ("grpc.max_receive_message_length", config.grpc_max_message),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ("grpc.max_concurrent_streams", MAX_STREAMS_A_CONNECTION),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def credentials_of(config: RouterConfig) -> grpc.ServerCredentials | None:
+    """What the options say of certificates; None: none are used. Raises `ConfigError`."""
+    certificate, key, authority = config.grpc_tls_cert, config.grpc_tls_key, config.grpc_client_ca
+    if (certificate is None) != (key is None):
+        raise ConfigError("gRPC: a certificate and its key belong together: give both or neither")
+    if certificate is None or key is None:
+        if authority is not None:
+            raise ConfigError(
+                "gRPC: clients show certificates over TLS only: give the server's certificate and key too"
+            )
+        return None
+    return grpc.ssl_server_credentials(
+        [(_read(key), _read(certificate))],
+        root_certificates=None if authority is None else _read(authority),
+        require_client_auth=authority is not None,
+    )
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"gRPC: {path}: cannot be read: {error.strerror}") from error
