@@ -127,7 +127,7 @@ def with_scales(frame: Frame | None, k_scale: float | None, v_scale: float | Non
 
 def _score_error(q: torch.Tensor, error: torch.Tensor, scale: float) -> float:
     """Of rotated queries `q [T, H, D]` against keys that are off by `error [T, G, D]`."""
-    grouped = q.reshape(*error.shape[:2], -1, error.shape[2])  # [T, G, R, D]
+    grouped = q.float().reshape(*error.shape[:2], -1, error.shape[2])  # [T, G, R, D]
     off = torch.einsum("tgrd,sgd->grts", grouped, error) * scale
     causal = torch.ones(off.shape[-2:], dtype=torch.bool, device=off.device).tril()
     return float(off[..., causal].square().mean().sqrt())

@@ -126,7 +126,7 @@ def circumstances() -> dict[str, Any]:
         ),
         platform.machine(),
     )
-    versions = {name: metadata.version(name) for name in ("deepseek-tgi", "torch", "tokenizers", "grpcio", "uvicorn")}
+    versions = {name: _version(name) for name in ("deepseek-tgi", "torch", "tokenizers", "grpcio", "uvicorn")}
     return {
         "commit": commit(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -146,3 +146,11 @@ def commit() -> str:
         ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     return done.stdout.strip() or "unknown"
+
+
+def _version(name: str) -> str:
+    """Of an installed distribution; our own may run from a checkout."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"

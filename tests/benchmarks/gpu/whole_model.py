@@ -84,7 +84,7 @@ def measured(shape: Shape, cache: str, bandwidth: float, args: argparse.Namespac
     from tests.benchmarks.gpu.rpc import through_rpcs
 
     with tempfile.TemporaryDirectory() as folder:
-        write_folder(Path(folder), shape, _tokenizer, args.layers)
+        write_folder(Path(folder), shape, write_test_tokenizer, args.layers)
         started = time.perf_counter()
         options = LoadOptions(device=args.device, kernels=args.kernels, kv_cache_dtype=cache, cuda_graphs=_graphs(args))
         adapter = RandomBackend.get_model(folder, options=options)
@@ -226,7 +226,8 @@ def _graphs(args: argparse.Namespace) -> tuple[int, ...]:
     return tuple(args.batches)
 
 
-def _tokenizer(folder: Path) -> None:
+def write_test_tokenizer(folder: Path) -> None:
+    """The tests' own small tokenizer: ids it does not know decode to nothing."""
     import sys
 
     sys.path.append(str(Path(__file__).resolve().parents[2]))
