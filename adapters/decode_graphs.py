@@ -10,6 +10,7 @@ half of a step's rows for nothing).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +24,8 @@ FIRST_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Recorded before a model is ready: twice as many rows as needed at worst, until the others are there."""
 _STEPS = ((8, 1), (16, 2), (32, 4), (64, 8), (128, 16), (256, 32))
 """Up to so many rows, a bucket every so many: at most a fifth of a step's rows are padding."""
-_ROW_BYTES = 24
+_ROW_BYTES, _OFFSETS = 24, (0, 8, 16, 20)
+"""Of ids, slots, positions and cached lengths, and where each begins, in rows."""
 
 Replay = Callable[[], None]
 
@@ -150,7 +152,7 @@ class DecodeGraphs:
         if size is None:
             return None
         self._place_tables(inputs.block_tables)
-        self._rows.place(inputs)
+        self._rows.place(inputs, size)
         self._replays[size]()
         return self._logits[:count]
 
@@ -190,22 +192,26 @@ class _Rows:
     def blank(self) -> None:
         """Rows that write nothing."""
         with self._ring.stretch(self._memory.numel()) as host:
-            _blank(_columns(host, self._num_rows), 0)
+            _blank(_columns(host, self._num_rows), 0, self._num_rows)
             self._memory.copy_(host, non_blocking=True)
 
-    def place(self, inputs: ForwardInputs) -> None:
-        """Write the rows of a step; those behind them write nothing."""
+    def place(self, inputs: ForwardInputs, size: int) -> None:
+        """Write the rows of a step of `size` rows; those that are over write nothing."""
         with self._ring.stretch(self._memory.numel()) as host:
-            columns = _columns(host, self._num_rows)
-            count = inputs.input_ids.shape[0]
-            given = (inputs.input_ids, inputs.slots, inputs.positions, inputs.cache_lens)
-            for column, values in zip(columns, given, strict=True):
-                column[:count].copy_(values)
-            _blank(columns, count)
+            start, count = host.data_ptr(), inputs.input_ids.shape[0]
+            for offset, values in zip(_OFFSETS, _given(inputs), strict=True):
+                dense = values.contiguous()
+                ctypes.memmove(start + offset * self._num_rows, dense.data_ptr(), dense.nbytes)
+            if count < size:
+                _blank(_columns(host, self._num_rows), count, size)
             self._memory.copy_(host, non_blocking=True)
 
 
 Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _given(inputs: ForwardInputs) -> Columns:
+    return inputs.input_ids, inputs.slots, inputs.positions, inputs.cache_lens
 
 
 def _columns(memory: torch.Tensor, num_rows: int) -> Columns:
@@ -214,11 +220,11 @@ def _columns(memory: torch.Tensor, num_rows: int) -> Columns:
     return wide[:num_rows], wide[num_rows:], narrow[:num_rows], narrow[num_rows:]
 
 
-def _blank(columns: Columns, start: int) -> None:
+def _blank(columns: Columns, start: int, stop: int) -> None:
     ids, slots, positions, cache_lens = columns
     for column in (ids, positions, cache_lens):
-        column[start:].zero_()
-    slots[start:].fill_(-1)
+        column[start:stop].zero_()
+    slots[start:stop].fill_(-1)
 
 
 def _in_order(buckets: Sequence[int]) -> list[int]:

@@ -29,10 +29,10 @@ from deepseek_tgi.engine.config import (
 )
 from deepseek_tgi.engine.intake import Intake
 from deepseek_tgi.engine.memory import MemoryReader, memory_of
-from deepseek_tgi.engine.runner import Runner
+from deepseek_tgi.engine.runner import Runner, Stepped
 from deepseek_tgi.engine.warming import Warming
 from deepseek_tgi.engine.warmup import DEFAULT_BATCH_SIZE, Limits
-from deepseek_tgi.errors import NotReadyError, RequestError
+from deepseek_tgi.errors import DeviceError, NotReadyError, RequestError
 from deepseek_tgi.kv.pool import KVPool
 
 __all__ = ["Engine", "EngineConfig", "ShardInfo", "WarmupResult"]
@@ -240,7 +240,7 @@ class Engine:
     def _step(
         self, runner: Runner, batch: Batch, start: int, concat_ns: int | None, refused: list[Generation]
     ) -> StepResult:
-        stepped = runner.run(batch)
+        stepped = self._run(runner, batch)
         if stepped.batch is not None:
             self._store.put(stepped.batch)
         timings = stepped.timings(time.perf_counter_ns() - start, concat_ns)
@@ -257,8 +257,14 @@ class Engine:
             )
         request = replace(requests[0], stop=replace(requests[0].stop, max_new_tokens=1))
         sequences = self._admission.admit(runner, [request], [], others=False).sequences
-        stepped = runner.run(make_batch(HEALTH_REQUEST_ID, sequences, runner.pool.layout.block_size))
+        stepped = self._run(runner, make_batch(HEALTH_REQUEST_ID, sequences, runner.pool.layout.block_size))
         return StepResult(stepped.generations, None, stepped.timings(time.perf_counter_ns() - start, None))
+
+    def _run(self, runner: Runner, batch: Batch) -> Stepped:
+        try:
+            return runner.run(batch)
+        except torch.AcceleratorError as error:  # nothing works on that device any more
+            raise DeviceError(f"{self._adapter.info.device} failed: {str(error).splitlines()[0]}") from error
 
     def _mine(self, generations: Items[Generation]) -> list[Generation]:
         """Those that this rank reports."""

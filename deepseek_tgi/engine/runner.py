@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -88,7 +89,7 @@ class Runner:
     def _run_ragged(self, batch: Batch) -> Stepped:
         start = time.perf_counter_ns()
         step = ragged_step(batch.sequences, self.guard, self._block_size)
-        logits = self._forward(step.inputs, step.written, step.history)
+        logits = self._forward(step.inputs, step.written, lambda: step.history)
         forwarded = time.perf_counter_ns()
         _score_prompts(step, logits)
         for sequence in batch.sequences:
@@ -106,10 +107,12 @@ class Runner:
             after = make_batch(batch.id, live, self._block_size)
         return Stepped(generations, after, forwarded - start, time.perf_counter_ns() - forwarded)
 
-    def _forward(self, inputs: ForwardInputs, written: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self, inputs: ForwardInputs, written: torch.Tensor, history: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         self.guard.forget(written)
         logits = self._adapter.step(inputs, self.pool)
-        self.guard.remember(written, history)
+        self.guard.remember(written, history())
         return logits
 
     def _take(

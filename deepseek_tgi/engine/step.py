@@ -31,16 +31,23 @@ class DecodePlan:
         self._tables = pad_sequence([s.blocks for s in sequences], batch_first=True)
         self._rows = torch.arange(len(sequences))
         self._offsets = torch.arange(len(sequences) + 1, dtype=torch.int32)
-        self._history = guard.history(self._slots(self._positions.long() - 1))
+        self._history = guard.history(self._slots_of(self._positions.long() - 1))
+        self._history_is_new = False
         self._max_context = max(cached) + 1
+        self._slots: torch.Tensor | None = None
+        self._steps_in_block = 0
 
     def inputs(self) -> ForwardInputs:
         """The next step; its tensors are changed by `advance`."""
-        self._history += self._guard.numbers(self._ids, self._positions)
+        self._history_is_new = False
+        if self._slots is None:
+            positions = self._positions.long()
+            self._slots = self._slots_of(positions)
+            self._steps_in_block = self._block_size - int((positions % self._block_size).max())
         return ForwardInputs(
             input_ids=self._ids,
             positions=self._positions,
-            slots=self._slots(self._positions.long()),
+            slots=self._slots,
             cu_seqlens=self._offsets,
             block_tables=self._tables,
             cache_lens=self._positions,
@@ -49,9 +56,14 @@ class DecodePlan:
             max_context=self._max_context,
         )
 
-    @property
     def history(self) -> torch.Tensor:
-        """Numbers of the histories that the step of `inputs` stores, `[B] int64`."""
+        """Numbers of the histories that the step of `inputs` stores, `[B] int64`; asked for before `advance`.
+
+        Worked out when asked for: a GPU that was given the step is at work meanwhile.
+        """
+        if not self._history_is_new:
+            self._history += self._guard.numbers(self._ids, self._positions)
+            self._history_is_new = True
         return self._history
 
     def advance(self, token_ids: torch.Tensor) -> None:
@@ -59,8 +71,10 @@ class DecodePlan:
         self._ids = token_ids
         self._positions = self._positions + 1
         self._max_context += 1
+        self._steps_in_block -= 1
+        self._slots = None if self._slots is None or not self._steps_in_block else self._slots + 1
 
-    def _slots(self, positions: torch.Tensor) -> torch.Tensor:
+    def _slots_of(self, positions: torch.Tensor) -> torch.Tensor:
         block = self._tables.gather(1, (positions // self._block_size).unsqueeze(1)).squeeze(1)
         return block * self._block_size + positions % self._block_size
 

@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 
-from deepseek_tgi.adapters import quantized
+from deepseek_tgi.adapters import loading, quantized
 from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.adapters.transfer import Transfer
@@ -97,7 +97,7 @@ def loaded(folder: Path, paths: Sequence[Path], how: str, device: str) -> dict[s
         moves.append(Transfer(where))
         return moves[-1]
 
-    load_decoder = quantized.load_decoder
+    load_decoder = loading.load_decoder
 
     def timed_load(*arguments: Any) -> Any:
         started = time.perf_counter()
