@@ -114,7 +114,8 @@ class QuantizedModelAdapter(ModelAdapter):
         options = options or LoadOptions()
         config = read_model_config(resolve_folder(model_id, revision))
         stored = StoredForms(config, Checkpoint(config.folder))
-        held = HeldBytes(expected_kernels(options.kernels), resolve_compute_dtype(options.dtype))
+        on_gpu = resolve_device(options.device, options.rank, options.world_size).type == "cuda"
+        held = HeldBytes(expected_kernels(options.kernels, on_gpu), resolve_compute_dtype(options.dtype, on_gpu))
         return plan_weights(plan_shards(config, options.world_size), stored.form, held).ranks[options.rank].held_bytes
 
     @property

@@ -30,13 +30,18 @@ ITEM_BYTES = {
 }
 """Bytes of one item of each dtype a checkpoint may hold, by torch's name for it."""
 _OPERATOR_GROUPS = frozenset({32, 64, 128, 256})
+_ON_GPU = frozenset({"cuda", "triton"})
+_GPU_GROUPS, _GPU_CHUNK, _GPU_ROWS = (128, 64, 32), 64, 64
+"""Of `int4_linear.layout`."""
 
 
-def expected_kernels(wish: str) -> str:
-    """The kernel set that `select_kernels` would settle on here, without building anything.
+def expected_kernels(wish: str, on_gpu: bool = False) -> str:
+    """The kernel set that `select_kernels` would settle on here, or on a GPU, without building anything.
 
     Raises: `ConfigError` if `native` is asked for and cannot be had.
     """
+    if on_gpu:
+        return "cuda" if wish == "auto" else wish
     if wish not in ("auto", "native"):
         return wish
     try:
@@ -50,7 +55,7 @@ def expected_kernels(wish: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HeldBytes:
-    """Sizes under one kernel set (`native`, `torch` or `reference`) and precision."""
+    """Sizes under one kernel set (`native`, `cuda`, `triton`, `torch` or `reference`) and precision."""
 
     kernels: str
     compute: ComputeDtype
@@ -66,9 +71,16 @@ class HeldBytes:
             per_group, width = block_width(group_size)
             rows, blocks = padded_tiles(out_features) * TILE, groups * per_group
             return rows * blocks * (width // 2 + scale_bytes + 1)
+        gpu_group = next((size for size in _GPU_GROUPS if group_size % size == 0), 0)
+        if self.kernels == "cuda" and self._narrow and gpu_group:
+            chunk = max(gpu_group, _GPU_CHUNK)
+            rows, columns = -(-out_features // _GPU_ROWS) * _GPU_ROWS, -(-in_features // chunk) * chunk
+            return rows * (columns // 2 + columns // gpu_group * 4 * (1 if scale_bytes == 2 else 2))
         if self.kernels == "torch":
             if self._narrow and group_size in _OPERATOR_GROUPS and out_features % 16 == 0:
                 return out_features * (in_features // 2 + groups * 4)
+            return out_features * (-(-in_features // 2) + groups * (1 + scale_bytes))
+        if self.kernels in _ON_GPU:
             return out_features * (-(-in_features // 2) + groups * (1 + scale_bytes))
         return out_features * (in_features + groups * (1 + scale_bytes))
 
@@ -105,6 +117,6 @@ class HeldBytes:
         if self.kernels == "native":
             keeps = dtype in ("float16", "bfloat16")
             return 2 if keeps or self._narrow else 4
-        if self.kernels == "torch":
+        if self.kernels == "torch" or self.kernels in _ON_GPU:
             return 2 if self._narrow else 4
         return ITEM_BYTES[dtype]

@@ -9,8 +9,10 @@ import torch
 
 from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.kernels import compiler, held_bytes
-from deepseek_tgi.kernels.common import ComputeDtype
+from deepseek_tgi.kernels.common import ComputeDtype, Int4Tensors
 from deepseek_tgi.kernels.held_bytes import HeldBytes, expected_kernels
+from deepseek_tgi.kernels.int4_linear import layout
+from deepseek_tgi.kernels.int4_linear.cpu import NibbleInt4
 from deepseek_tgi.kernels.select import KernelSet, select_kernels
 
 SETS = [(wish, compute) for wish in ("native", "torch", "reference") for compute in ComputeDtype]
@@ -32,6 +34,27 @@ def test_int4(pair: tuple[KernelSet, HeldBytes], group: int, scales: torch.dtype
         # A third survives no 16-bit format, so that scales stored in 32 bits are kept in 32.
         packed = kernels.pack_int4(codes, zeros, torch.full((n, k // group), 1 / 3, dtype=scales), group)
         assert packed.nbytes == sizes.int4(n, k, group, scales.itemsize), (n, k)
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 96, 128, 160, 256, 384])
+@pytest.mark.parametrize("scales", [torch.float16, torch.float32], ids=str)
+def test_int4_on_a_gpu(group: int, scales: torch.dtype) -> None:
+    sizes = HeldBytes("cuda", ComputeDtype.BFLOAT16)
+    for n in (16, 40, 64, 72):
+        k = group * random.Random(n).randint(1, 3)
+        codes, zeros = torch.zeros(n, k, dtype=torch.uint8), torch.zeros(n, k // group, dtype=torch.uint8)
+        values = torch.full((n, k // group), 1 / 3, dtype=scales)
+        fits = layout.kernel_group(group) is not None
+        packed = (
+            layout.pack(codes, zeros, values, group)
+            if fits
+            else NibbleInt4(Int4Tensors(codes, zeros, values, group), torch.bfloat16)
+        )
+        assert packed.nbytes == sizes.int4(n, k, group, scales.itemsize), (n, k)
+
+
+def test_a_gpus_set_is_expected_where_one_computes() -> None:
+    assert [expected_kernels(wish, on_gpu=True) for wish in ("auto", "triton", "torch")] == ["cuda", "triton", "torch"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -1,6 +1,6 @@
 """Loading an AWQ checkpoint in the shape of R1-Distill-Llama-8B from disk to the GPU, beside what disk and link allow.
 
-    python -m tests.benchmarks.gpu.load [--model llama] [--layers 0] [--folder DIR] [--out FILE]
+    python -m tests.benchmarks.gpu.load [--model llama] [--layers 0] [--folder DIR] [--json FILE]
 
 The files hold random numbers; they are written first, and kept if a folder is named. `warm` finds them in the page
 cache, `cold` has had them dropped from it. The floor is the bytes over the slower of the disk (cold) or the host's own
@@ -36,13 +36,13 @@ CHUNK_BYTES = 16 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write, load warm and cold, print; with `--out`, save as JSON."""
+    """Write, load warm and cold, print; with `--json`, save as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama")
     parser.add_argument("--layers", type=int, default=0, help="cut the model short")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path, dest="out")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as own:
         folder = args.folder or Path(own)

@@ -1,6 +1,6 @@
 """Whole models of random numbers in real shapes on one GPU: decode and prefill, bare and through a shard's RPCs.
 
-    python -m tests.benchmarks.gpu.whole_model [--models llama qwen lite] [--cache bfloat16 int8 int4] [--out FILE]
+    python -m tests.benchmarks.gpu.whole_model [--models llama qwen lite] [--cache bfloat16 int8 int4] [--json FILE]
 
 A bare step is `ModelAdapter.step`: inputs on the host, logits on the device. `device` is its time by the GPU's own
 clock over many steps launched one behind the other, `wall` that of steps whose arg-max is read back, as serving must.
@@ -52,7 +52,7 @@ class Run:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run and print; with `--out`, save as JSON."""
+    """Run and print; with `--json`, save as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--cache", nargs="+", default=["bfloat16", "int8", "int4"])
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--rpc", action="store_true", help="through a shard's RPCs as well")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path, dest="out")
     args = parser.parse_args(argv)
     results: dict[str, Any] = {"circumstances": circumstances(), "models": {}}
     device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
