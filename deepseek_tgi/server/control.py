@@ -68,7 +68,7 @@ async def refuse(method: str, context: Any, error: Exception) -> None:
 
 
 class ControlService(control_pb2_grpc.ModelControlServicer):
-    """One change at a time; another that is asked for meanwhile is refused at once."""
+    """One load (or sleep, or waking) at a time; another that is asked for meanwhile is refused at once."""
 
     def __init__(self, recipe: Recipe, models: Models, service: ShardService, state: Owner, watch: WatchCalls) -> None:
         self._recipe = recipe
@@ -119,10 +119,8 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
 
     @_answered
     async def Unload(self, request: pb.UnloadRequest, context: Any) -> pb.UnloadResponse:
-        """Drop a model, its batches and its memory."""
-        held = self._models.of(request.generation)
-        with self._changing(f"unloading {held.source.model_id}"):
-            return pb.UnloadResponse(freed_bytes=await self._unload(request.generation))
+        """Drop a model, its batches and its memory; while another loads, too."""
+        return pb.UnloadResponse(freed_bytes=await self._unload(request.generation))
 
     @_answered
     async def Discard(self, request: pb.DiscardRequest, context: Any) -> pb.DiscardResponse:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -108,10 +111,14 @@ def spoil(source: Path, target: Path) -> None:
 
 @dataclass
 class Crowd:
-    """Clients that ask without a pause, each on a connection of its own; `answers` are (start, end, prompt, ids)."""
+    """Clients that ask without a pause, each on a connection of its own; `answers` are (seconds, prompt, ids).
+
+    Every second one streams; `gaps` are the seconds between its tokens, from asking to the first among them.
+    """
 
     url: str
-    answers: list[tuple[float, float, str, list[int]]] = field(default_factory=list)
+    answers: list[tuple[float, str, list[int]]] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     asked: int = 0
     _over: threading.Event = field(default_factory=threading.Event)
@@ -141,12 +148,35 @@ class Crowd:
                 self.asked += 1
                 started = time.monotonic()
                 body = {"inputs": text, "parameters": {"max_new_tokens": NEW_TOKENS, "details": True}}
-                answer = client.post(f"{self.url}/generate", json=body)
-                if answer.status_code != 200:
-                    self.failures.append(f"{answer.status_code} {answer.text}")
+                try:
+                    ids = self._streamed(client, body) if number % 2 else self._whole(client, body)
+                except (httpx.HTTPError, RuntimeError) as error:
+                    self.failures.append(str(error) or type(error).__name__)
+                else:
+                    self.answers.append((time.monotonic() - started, text, ids))
+
+    def _whole(self, client: httpx.Client, body: dict[str, Any]) -> list[int]:
+        answer = client.post(f"{self.url}/generate", json=body)
+        if answer.status_code != 200:
+            raise RuntimeError(f"{answer.status_code} {answer.text}")
+        return [token["id"] for token in answer.json()["details"]["tokens"]]
+
+    def _streamed(self, client: httpx.Client, body: dict[str, Any]) -> list[int]:
+        ids, last, ended = [], time.monotonic(), False
+        with client.stream("POST", f"{self.url}/generate_stream", json=body) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data:"):
                     continue
-                ids = [token["id"] for token in answer.json()["details"]["tokens"]]
-                self.answers.append((started, time.monotonic(), text, ids))
+                event = json.loads(line.removeprefix("data:"))
+                if "token" not in event:
+                    raise RuntimeError(line)
+                now = time.monotonic()
+                self.gaps.append(now - last)
+                last, ended = now, event["generated_text"] is not None
+                ids.append(event["token"]["id"])
+        if not ended:
+            raise RuntimeError(f"a stream ended after {len(ids)} tokens without its end")
+        return ids
 
 
 def test_a_swap_changes_who_answers_and_info_with_it(fresh: Site) -> None:
@@ -188,7 +218,73 @@ def test_swaps_under_load_lose_and_mix_nothing(fresh: Site) -> None:
         crowd.stop()
     assert crowd.failures == []
     assert len(crowd.answers) == crowd.asked
-    assert {fresh.speaker(text, ids) for _, _, text, ids in crowd.answers} == {"one", "two"}
+    assert {fresh.speaker(text, ids) for _, text, ids in crowd.answers} == {"one", "two"}
+
+
+@pytest.mark.benchmark
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("spoiled_every", [0, 10])
+def test_two_hundred_swaps_under_load(fresh: Site, spoiled_every: int) -> None:
+    """`pytest tests/e2e/test_model_changes.py -m benchmark`: what was measured goes to the results folder."""
+    crowd = Crowd(fresh.server.url)
+    crowd.start(4)
+    took: list[float] = []
+    refused = 0
+    try:
+        crowd.await_more(20)
+        calm, before = sorted(crowd.gaps), len(crowd.gaps)
+        for number in range(1, 201):
+            if spoiled_every and number % spoiled_every == 0:
+                answer = fresh.admin("/load", {"model_id": "spoiled"})
+                assert answer.status_code == 409, answer.text
+                refused += 1
+                continue
+            took.append(fresh.load("two" if fresh.serving() == "one" else "one")["seconds"])
+            crowd.await_more(1)
+    finally:
+        crowd.stop()
+    speakers = [name for _, text, ids in crowd.answers for name, said in fresh.expected.items() if said[text] == ids]
+    mixed = len(crowd.answers) - len(speakers)
+    assert crowd.failures == []
+    assert len(crowd.answers) == crowd.asked
+    assert refused == (200 // spoiled_every if spoiled_every else 0)
+    gaps, latencies = sorted(crowd.gaps[before:]), sorted(seconds for seconds, _, _ in crowd.answers)
+    found = {
+        "asked": crowd.asked,
+        "completed": len(crowd.answers),
+        "mixed": mixed,
+        "failed": len(crowd.failures),
+        "answers": {name: speakers.count(name) for name in sorted(set(speakers))},
+        "swaps": len(took),
+        "refused_loads": refused,
+        "seconds_a_swap": {"median": statistics.median(took), "max": max(took)},
+        "seconds_between_tokens": quantiles(gaps),
+        "seconds_between_tokens_before_the_first_swap": quantiles(calm),
+        "seconds_an_answer": quantiles(latencies),
+    }
+    assert mixed == 0
+    record(f"spoiled_every_{spoiled_every}", found)
+
+
+def quantiles(ordered: list[float]) -> dict[str, float]:
+    places = {"median": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: ordered[min(len(ordered) - 1, int(place * len(ordered)))] for name, place in places.items()}
+
+
+def record(name: str, found: dict[str, Any]) -> None:
+    """Put figures into the results file, beside those that are there."""
+    folder = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+    path = folder / f"{time.strftime('%Y-%m-%d', time.gmtime())}-model-swaps.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known |= {
+        "command": "python -m pytest tests/e2e/test_model_changes.py -m benchmark",
+        "models": "two random llamas of 2 layers, AWQ-INT4, told apart by their tokens",
+        "clients": "4, without a pause; every second one streams",
+        "load_average": os.getloadavg()[0],
+        "cpus": os.cpu_count(),
+        name: found,
+    }
+    path.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def test_a_failed_load_says_why_and_changes_nothing(fresh: Site) -> None:
@@ -211,8 +307,6 @@ def test_progress_is_told_as_it_comes(fresh: Site) -> None:
     with fresh.server.http.stream("POST", url, json=body, headers=headers) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in response.iter_lines() if line]
-    import json
-
     steps = [json.loads(line.removeprefix("data: ")) for line in lines]
     stages = [step["stage"] for step in steps]
     assert {"checking", "loading", "proving", "loaded"} <= set(stages)
@@ -233,7 +327,7 @@ def test_a_drained_swap_holds_new_requests_until_the_new_model_is_there(fresh: S
     assert change["pause_s"] > 0
     assert crowd.failures == []
     assert len(crowd.answers) == crowd.asked
-    assert {fresh.speaker(text, ids) for _, _, text, ids in crowd.answers} == {"one", "two"}
+    assert {fresh.speaker(text, ids) for _, text, ids in crowd.answers} == {"one", "two"}
     answer = fresh.admin("/load", {"model_id": "spoiled", "plan": "drain"})
     assert answer.status_code == 409
     assert "was loaded again and serves" in answer.json()["error"]
