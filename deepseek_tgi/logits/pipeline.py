@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from deepseek_tgi.core import SamplingParams
+from deepseek_tgi.kernels.best_token import BestToken, best_token_on
 from deepseek_tgi.logits.grammar import Constraint
 from deepseek_tgi.logits.penalties import SeenTokens, apply_penalties
 from deepseek_tgi.logits.sample import noise_keys, sample_dense, sample_sparse
@@ -106,6 +107,10 @@ class SamplingPlan:
         self._penalties = _columns(params, self._penalised, "repetition_penalty", "frequency_penalty")
         self._warps = _warps(params)
         self._device = torch.device("cpu")
+        self._best: BestToken | None = None
+        wishing = {*self._watermarked, *self._penalised, *self._constrained, *self._topped, *self._sampled}
+        self._plain = torch.tensor([row not in wishing for row in range(len(states))])
+        self._all_plain = not wishing
 
     def run(self, logits: torch.Tensor) -> Choice:
         """Choose a token for each row of raw `logits [n, V] float32`, which may be changed in place.
@@ -114,8 +119,13 @@ class SamplingPlan:
         """
         if logits.device != self._device:
             self._device = logits.device
+            self._best = best_token_on(logits.device)
+            self._plain = self._plain.to(logits.device)
             self._warps = [(rows.to(self._device), values.to(self._device), warp) for rows, values, warp in self._warps]
         logits = self._calibration(logits)
+        best = None if self._best is None else self._best(logits)
+        if best is not None and self._all_plain:
+            return self._finished(best, {}, None)
         peaks = logits.amax(-1)
         failed: dict[int, str] = {}
         self._edit(logits, failed)
@@ -128,13 +138,20 @@ class SamplingPlan:
         chosen = self._choose(logits, logprobs)
         picked = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1)
         # float64 holds ids and float32 numbers exactly.
-        columns = torch.stack((chosen.double(), picked.double(), peaks.double())).tolist()
-        ids, own = [int(number) for number in columns[0]], columns[1]
-        for row, (logprob, peak) in enumerate(zip(own, columns[2], strict=True)):
+        columns = torch.stack((chosen.double(), picked.double(), peaks.double()))
+        if best is not None:  # a row that wishes nothing has the same bits whatever its neighbours wish
+            columns = torch.where(self._plain, best.double(), columns)
+        return self._finished(columns, failed, logprobs)
+
+    def _finished(self, columns: torch.Tensor, failed: dict[int, str], logprobs: torch.Tensor | None) -> Choice:
+        """The choice of ids, their logprobs and the largest scores of all rows, `[3, n]`, with one read-back."""
+        read = columns.tolist()
+        ids, own = [int(number) if math.isfinite(number) else 0 for number in read[0]], read[1]
+        for row, (logprob, peak) in enumerate(zip(own, read[2], strict=True)):
             if not (math.isfinite(peak) and math.isfinite(logprob)):
                 model = "the model's logits are not finite"
                 failed.setdefault(row, OVERFLOW if math.isfinite(peak) else model)
-        tops = self._top_tokens(logprobs, failed) if self._topped else {}
+        tops = {} if logprobs is None or not self._topped else self._top_tokens(logprobs, failed)
         return Choice(torch.tensor(ids), ids, own, tops, failed)
 
     def _edit(self, logits: torch.Tensor, failed: dict[int, str]) -> None:

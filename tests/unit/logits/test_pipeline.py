@@ -11,6 +11,7 @@ import torch
 from oracles import sampling as oracle
 
 from deepseek_tgi.core import SamplingParams
+from deepseek_tgi.kernels.best_token.reference import best_token
 from deepseek_tgi.logits.pipeline import (
     MAX_TOP_TOKENS,
     SPARE_FOR_TIES,
@@ -230,3 +231,24 @@ def test_the_cheap_path_stays_cheap() -> None:
             logits.argmax(-1)
             ours, peer = min(ours, middle - start), min(peer, time.perf_counter() - middle)
         assert ours < 3 * peer
+
+
+def test_an_op_for_plain_rows_changes_no_choice_and_no_other_row() -> None:
+    params = [SamplingParams(), SamplingParams(temperature=0.7, seed=3), SamplingParams(), SamplingParams(top_k=4)]
+    for chosen in (params, params[:1] * 3):
+        logits = some_logits(len(chosen))
+        plain = SamplingPlan(states_of(chosen), Watermark(), identity)
+        helped = SamplingPlan(states_of(chosen), Watermark(), identity)
+        helped._best = best_token
+        expected, got = plain.run(logits.clone()), helped.run(logits.clone())
+        assert got.ids == expected.ids
+        assert got.token_ids.tolist() == got.ids
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
+        assert [got.logprobs[i] for i in (1, 3) if len(chosen) > 3] == [
+            expected.logprobs[i] for i in (1, 3) if len(chosen) > 3
+        ]
+    logits = some_logits(2)
+    logits[1, 5] = float("nan")
+    helped = SamplingPlan(states_of([SamplingParams()] * 2), Watermark(), identity)
+    helped._best = best_token
+    assert helped.run(logits).failed == {1: "the model's logits are not finite"}

@@ -1,0 +1,15 @@
+"""The likeliest token, spelled out in torch."""
+
+from __future__ import annotations
+
+import torch
+
+from deepseek_tgi.kernels.best_token import check_best_token
+
+
+def best_token(logits: torch.Tensor) -> torch.Tensor:
+    """See the contract."""
+    check_best_token(logits)
+    best = logits.max(-1)
+    logprobs = logits.log_softmax(-1).gather(1, best.indices.unsqueeze(1)).squeeze(1)
+    return torch.stack((best.indices.float(), logprobs, best.values))
