@@ -102,6 +102,12 @@ class LauncherConfig:
         "STALL_LIMIT",
         default=STALL_LIMIT_S,
     )
+    shutdown_delay: float = _own(
+        number(0.0, 3600.0),
+        "seconds after SIGTERM in which a server that is no longer ready still takes new requests",
+        "SHUTDOWN_DELAY",
+        default=0.0,
+    )
 
     openai_reasons: str = _own(
         choice("tgi", "openai"),

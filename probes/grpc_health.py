@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from deepseek_tgi.probes.owner import Owner, Subscription
 
@@ -140,3 +140,10 @@ def _passed(owner: Owner | None, subscription: Subscription | None) -> list[Stat
     missed = subscription.take()
     shots = ([] if missed.snapshot is None else [missed.snapshot]) + [each.after for each in missed.increments]
     return [_serving(shot.report.ready) for shot in shots]
+
+
+def add_health(directory: Directory, server: grpc.aio.Server) -> str:
+    """Let `server` answer for a directory; the service's full name."""
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(directory), server)
+    name: str = health.SERVICE_NAME
+    return name

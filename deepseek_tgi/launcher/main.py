@@ -49,6 +49,8 @@ Exit codes: 0 stopped by a signal, 1 a child failed, 2 wrong options, 3 unreadab
 )
 
 
+AFTER_FAILURE_S = 5.0
+"""What the other children get once one has ended: nothing that was asked of them can be completed."""
 ECHO_S = 0.2
 """The same signal again this soon is one request heard twice: `timeout` signals its child and then its own group."""
 
@@ -126,6 +128,8 @@ def check(config: LauncherConfig, environ: Mapping[str, str]) -> None:
     check_options(config)
     stock = router.stock_router(config, environ.get("PATH"))
     check_port(config.hostname, config.port, "--port")
+    if config.probe_port:
+        check_port(config.hostname, config.probe_port, "--probe-port")
     if stock is not None:
         check_port(config.hostname, config.prometheus_port, "--prometheus-port")
     if num_shards(config) > 1:
@@ -158,6 +162,8 @@ def make_plan(config: LauncherConfig, model: str, environ: Mapping[str, str]) ->
         quantize=config.quantize or facts.quant_method,
         max_batch_prefill_tokens=prefill_tokens(config, facts),
         environ={**environ, **exported},
+        # TGI's router has no such port: there each rank answers for itself.
+        shard_probe_port=config.probe_port if router.stock_router(config, environ.get("PATH")) is not None else 0,
     )
 
 
@@ -166,13 +172,17 @@ def launch(config: LauncherConfig, model: str, environ: Mapping[str, str], signa
     plan = make_plan(config, model, environ)
     paths = [rank_path(config.shard_uds_path, rank) for rank in range(plan.num_shards)]
     children: list[Child] = []
+    allowed_s: float = config.graceful_termination_timeout
     try:
         if download.run(plan, signals.stopping):
             # Once more: a model of the hub may have been fetched just now.
             _run_children(make_plan(config, model, environ), children, paths, signals)
+    except BaseException:
+        allowed_s = min(allowed_s, AFTER_FAILURE_S)
+        raise
     finally:
         for child in children:
-            stop(child, config.graceful_termination_timeout, signals)
+            stop(child, allowed_s, signals)
         for path in paths:
             remove_stale(path)
     return 128 + signals.received[1] if signals.hurry() else 0
@@ -180,12 +190,18 @@ def launch(config: LauncherConfig, model: str, environ: Mapping[str, str], signa
 
 def _run_children(plan: Plan, children: list[Child], paths: list[str], signals: StopSignals) -> None:
     """Start ranks, then the router, into `children` in the order to stop them; return when asked, raise if one ends."""
-    for rank, path in enumerate(paths):
+    for path in paths:
         remove_stale(path)
+    for rank in range(len(paths)):
         children.append(shards.start(plan, rank))
-    if not shards.wait_ready(plan, children, signals.stopping):
+    ranks = list(children)
+    stock = router.stock_router(plan.config, plan.environ.get("PATH"))
+    if stock is None:  # ours tells how far the shards are
+        children.insert(0, router.start(plan, None))
+    if not shards.wait_ready(plan, ranks, children, signals.stopping):
         return
-    children.insert(0, router.start(plan, router.stock_router(plan.config, plan.environ.get("PATH"))))
+    if stock is not None:
+        children.insert(0, router.start(plan, stock))
     while not signals.stopping():
         shards.check_alive(children, "failed")
         time.sleep(shards.POLL_S)

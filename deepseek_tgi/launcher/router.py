@@ -104,8 +104,10 @@ def start(plan: Plan, stock: str | None) -> Child:
         logger.info("Starting embedded router on %s:%d", plan.config.hostname, plan.config.port)
         argv += ["--served-model-id", plan.served_name]
         argv += ["--graceful-termination-timeout", str(plan.config.graceful_termination_timeout)]
+        argv += ["--probe-port", str(plan.config.probe_port), "--stall-limit", shortest(plan.config.stall_limit)]
+        argv += ["--shutdown-delay", shortest(plan.config.shutdown_delay), "--await-shards", str(plan.num_shards)]
         program = python_argv("deepseek_tgi.router")
-        extra_s = CLOSING_S
+        extra_s = CLOSING_S + plan.config.shutdown_delay
     else:
         logger.info("Starting %s on %s:%d", stock, plan.config.hostname, plan.config.port)
         program = (stock,)

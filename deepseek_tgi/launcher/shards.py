@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from deepseek_tgi.config import SHARD_STOP_TIMEOUT_S, LauncherConfig
+from deepseek_tgi.config import SHARD_STOP_TIMEOUT_S, STALL_LIMIT_S, LauncherConfig
 from deepseek_tgi.errors import (
     CheckpointError,
     ChildError,
@@ -54,6 +54,7 @@ class Plan:
     quantize: str | None
     max_batch_prefill_tokens: int
     environ: Mapping[str, str]
+    shard_probe_port: int = 0
     server_argv: tuple[str, ...] = python_argv("deepseek_tgi.server")
 
 
@@ -110,6 +111,8 @@ def shard_environment(plan: Plan, rank: int) -> dict[str, str]:
         DEEPSEEK_TGI_KERNELS=config.kernels,
         DEEPSEEK_TGI_MLA_PREFILL=config.mla_prefill,
         DEEPSEEK_TGI_NUM_THREADS=config.num_threads,
+        DEEPSEEK_TGI_STALL_LIMIT=config.stall_limit if config.stall_limit != STALL_LIMIT_S else None,
+        DEEPSEEK_TGI_SHARD_PROBE_PORT=plan.shard_probe_port or None,
         DEEPSEEK_TGI_STOP_TIMEOUT=_stop_timeout(plan),
     )
 
@@ -171,19 +174,19 @@ def relog(line: bytes) -> None:
     shard_logger.log(min(level, logging.ERROR), "%s", text)
 
 
-def wait_ready(plan: Plan, children: Sequence[Child], stopping: Callable[[], bool]) -> bool:
-    """True when every rank's socket is there, false if asked to stop; `children` are the ranks in order.
+def wait_ready(plan: Plan, ranks: Sequence[Child], children: Sequence[Child], stopping: Callable[[], bool]) -> bool:
+    """True when every rank's socket is there, false if asked to stop; `ranks` are in order and among `children`.
 
-    Raises if a shard ends before that, or if the socket is another launcher's.
+    Raises if a child ends before that, or if the socket is another launcher's.
     """
     waiting = {rank_path(plan.config.shard_uds_path, rank): rank for rank in range(plan.num_shards)}
     started = told = time.monotonic()
     while waiting:
-        check_alive(children, "cannot start")
+        check_alive([*ranks, *children], "cannot start")
         if stopping():
             return False
         for path in [path for path in waiting if os.path.exists(path)]:
-            _check_owner(path, children[waiting[path]])
+            _check_owner(path, ranks[waiting[path]])
             logger.info(
                 "Shard ready in %.1f s", time.monotonic() - started, extra={"fields": {"rank": waiting.pop(path)}}
             )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from deepseek_tgi.probes.grpc_health import Directory
+from deepseek_tgi.probes.owner import Owner
+from deepseek_tgi.probes.state import Event
 from deepseek_tgi.router.admin_api import AdminApi
 from deepseek_tgi.router.app import RouterApp
 from deepseek_tgi.router.client import ShardClient
@@ -13,6 +16,7 @@ from deepseek_tgi.router.control import ControlClient
 from deepseek_tgi.router.http import Handler
 from deepseek_tgi.router.model_changes import ModelChanges
 from deepseek_tgi.router.model_files import ModelFiles
+from deepseek_tgi.router.model_state import GRPC_SERVICES, ModelState
 from deepseek_tgi.router.models import Models
 from deepseek_tgi.router.routes import route_table
 from deepseek_tgi.router.scheduler import Scheduler
@@ -33,6 +37,7 @@ class Router:
     models: Models
     changes: ModelChanges | None
     state: RouterState
+    directory: Directory
     table: Mapping[tuple[str, str], Handler]
 
     @property
@@ -51,16 +56,31 @@ def assemble(
     shards: ShardClient,
     facts: ShardFacts,
     files: ModelFiles,
+    *,
     generation: int | None = None,
+    owner: Owner | None = None,
 ) -> Router:
-    """Build the door for shards that were introduced already and hold the model as `generation`."""
-    shared = Shared.made_for(config, shards, facts)
+    """Build the door for shards that were introduced already and hold the model as `generation`.
+
+    `owner` is the state that the door shows; None: of a door that is ready.
+    """
+    shared = Shared.made_for(config, shards, facts, owner or _ready_owner(config.model_id))
     first = shared.model(config, facts, files, generation)
-    models = Models(first, config.hold_timeout, config.max_concurrent_requests)
+    directory = Directory(shared.owner, *GRPC_SERVICES)
+    model_state = ModelState(shared.owner, directory, first.name)
+    models = Models(first, config.hold_timeout, config.max_concurrent_requests, model_state)
     changes = None
     table = route_table(first.state, models)
     if generation is not None:
         changes = ModelChanges(shared, models, ControlClient(shards.channels), generation)
         if config.admin_token is not None:
             table |= AdminApi(first.state, changes, config.admin_token).table()
-    return Router(RouterApp(first.state, table), models, changes, first.state, table)
+    return Router(RouterApp(first.state, table), models, changes, first.state, directory, table)
+
+
+def _ready_owner(model: str) -> Owner:
+    owner = Owner()
+    owner.apply(Event.LOAD, model=model)
+    owner.apply(Event.LOADED)
+    owner.apply(Event.WARMED)
+    return owner

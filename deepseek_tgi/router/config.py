@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepseek_tgi.config import DEFAULT_SERVICE_NAME, read
+from deepseek_tgi.config import DEFAULT_SERVICE_NAME, STALL_LIMIT_S, read
 from deepseek_tgi.options import Program, boolean, choice, integer, listen_address, number, option, text, token_count
 
 PROGRAM = Program(
@@ -152,6 +152,21 @@ class RouterConfig:
         "DEEPSEEK_TGI_GRPC_MAX_MESSAGE",
         default=4 * 1024 * 1024,
         flag=False,
+    )
+    probe_port: int = option(
+        integer(0, 64000), "port of its own for /livez, /readyz and /startupz, 0 for none",
+        env=("DEEPSEEK_TGI_PROBE_PORT",), default=0,
+    )  # fmt: skip
+    stall_limit: float = option(
+        number(1.0, 86400.0), "seconds of silence of a shard after which this server is no longer live",
+        env=("DEEPSEEK_TGI_STALL_LIMIT",), default=STALL_LIMIT_S,
+    )  # fmt: skip
+    shutdown_delay: float = option(
+        number(0.0, 3600.0), "seconds after SIGTERM in which new requests are still taken",
+        env=("DEEPSEEK_TGI_SHUTDOWN_DELAY",), default=0.0,
+    )  # fmt: skip
+    await_shards: int = option(
+        integer(0, 1024), "open the door at once and wait for the sockets of so many ranks", default=0, hidden=True
     )
     docker_label: str | None = option(text, "shown by /info", env=("DOCKER_LABEL",), flag=False)
     hf_hub_offline: bool = option(boolean, "use the hub cache only", env=("HF_HUB_OFFLINE",), default=False, flag=False)

@@ -18,6 +18,7 @@ from deepseek_tgi.router.fields import parse_json
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers: TypeAlias = Iterable[tuple[str, str]]
 
 PLAIN = "text/plain; charset=utf-8"
@@ -32,7 +33,18 @@ class Exchange:
     From the moment the body is read, a client that leaves cancels the task that handles its request.
     """
 
-    __slots__ = ("_headers", "_receive", "_send", "_watch", "extra_headers", "gone", "method", "path", "started")
+    __slots__ = (
+        "_headers",
+        "_receive",
+        "_send",
+        "_watch",
+        "extra_headers",
+        "gone",
+        "method",
+        "path",
+        "query",
+        "started",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive = receive
@@ -40,6 +52,7 @@ class Exchange:
         self._headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: str = scope.get("query_string", b"").decode("latin-1")
         self.started = False
         self.gone = False
         self._watch: asyncio.Task[None] | None = None

@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from deepseek_tgi.errors import ResourceError
-from deepseek_tgi.router.app import RouterApp
+from deepseek_tgi.router.http import App
 
 BACKLOG = 2048
 KEEP_ALIVE_TIMEOUT_S = 75
@@ -110,7 +110,7 @@ class Server(uvicorn.Server):
         yield
 
 
-def server_for(app: RouterApp) -> Server:
+def server_for(app: App) -> Server:
     """A server for `app`; run it with `serve(sockets=[...])`, stop it by `should_exit`."""
     return Server(
         uvicorn.Config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from deepseek_tgi.core import HEALTH_REQUEST_ID
 from deepseek_tgi.pb import generate_pb2 as pb
@@ -21,10 +22,17 @@ class Liveness:
     def __init__(self, shards: ShardClient) -> None:
         self._shards = shards
         self.healthy = True
+        self.on_suspect: Callable[[], None] | None = None
 
     def suspect(self) -> None:
-        """A generation failed: the next check generates instead of asking."""
+        """A generation failed: the next check generates instead of asking. Tells `on_suspect`."""
         self.healthy = False
+        if self.on_suspect is not None:
+            self.on_suspect()
+
+    async def prove(self) -> None:
+        """Let the shard generate one token. Raises `ShardError` if it does not."""
+        await self._shards.prefill(liveness_batch(), timeout=DUMMY_TIMEOUT_S)
 
     async def check(self) -> bool:
         """Ask the shard, or let it generate one token if the last news was bad."""
@@ -32,7 +40,7 @@ class Liveness:
             if self.healthy:
                 await self._shards.health()
             else:
-                await self._shards.prefill(liveness_batch(), timeout=DUMMY_TIMEOUT_S)
+                await self.prove()
         except ShardError as error:
             logger.error("the shard is not healthy: %s", error)
             self.healthy = False

@@ -9,18 +9,25 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 
 import uvloop
 
-from deepseek_tgi.errors import DeepseekTgiError, NotReadyError
+from deepseek_tgi.errors import DeepseekTgiError, ResourceError
+from deepseek_tgi.probes.grpc_health import add_health
+from deepseek_tgi.probes.http_face import ProbePort, asker_of
+from deepseek_tgi.probes.owner import Owner
+from deepseek_tgi.probes.state import Event
 from deepseek_tgi.router.assembly import Router, assemble
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import RouterConfig, from_sources
 from deepseek_tgi.router.control import ControlClient
+from deepseek_tgi.router.door import Door
 from deepseek_tgi.router.grpc_port import GrpcPort
-from deepseek_tgi.router.listener import bind, server_for
+from deepseek_tgi.router.listener import bind
 from deepseek_tgi.router.model_files import load_model_files
+from deepseek_tgi.router.serving import CLOSE_SECONDS, Http, Serving
 from deepseek_tgi.router.spans import Spans
 from deepseek_tgi.router.startup import introduce
 from deepseek_tgi.telemetry import log
@@ -30,8 +37,7 @@ from deepseek_tgi.telemetry.tracing import set_up
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-CLOSE_SECONDS = 2.0
-"""What streams get to send their last event once they are told to end."""
+AWAIT_POLL_S = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,21 +62,30 @@ async def serve(config: RouterConfig) -> int:
     assert starting is not None
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, starting.cancel)
-    with contextlib.closing(bind(config.hostname, config.port)) as listener:
+    owner = Owner()
+    owner.apply(Event.LOAD, model=config.model_id, stage="waiting for the shards")
+    with contextlib.closing(bind(config.hostname, config.port)) as listener, probe_port(config, owner):
         files = await asyncio.to_thread(load_model_files, config)
         tracing = set_up(config.otlp_endpoint, config.otlp_service_name, _lost)
-        spans = Spans(tracing.tracer if config.otlp_endpoint else None)
-        shards = await ShardClient.connect(config.master_shard_uds_path, spans)
+        door = Door(owner)
         try:
-            facts = await introduce(shards, config)
-            generation = await ControlClient(shards.channels).published()
-            if generation is None and config.admin_token is not None:
-                logger.warning("these shards cannot change their model: there are no /admin routes")
-            router = assemble(config, shards, facts, files, generation)
-            async with grpc_port(config, router):
-                return await _run(router, listener, config.graceful_termination_timeout)
+            async with opened_early(door, listener, wanted=config.await_shards > 0) as http:
+                await _shards_up(config)
+                spans = Spans(tracing.tracer if config.otlp_endpoint else None)
+                shards = await ShardClient.connect(config.master_shard_uds_path, spans)
+                try:
+                    owner.apply(Event.LOADED)
+                    facts = await introduce(shards, config)
+                    generation = await ControlClient(shards.channels).published()
+                    if generation is None and config.admin_token is not None:
+                        logger.warning("these shards cannot change their model: there are no /admin routes")
+                    router = assemble(config, shards, facts, files, generation=generation, owner=owner)
+                    door.open(router.app)
+                    async with grpc_port(config, router):
+                        return await Serving(config, owner, router, shards).run(http or Http(door, listener))
+                finally:
+                    await shards.close()
         finally:
-            await shards.close()
             tracing.shutdown()
 
 
@@ -80,58 +95,50 @@ async def grpc_port(config: RouterConfig, router: Router) -> AsyncIterator[None]
     if not config.grpc_port:
         yield
         return
-    port = GrpcPort(config, router)
+    port = GrpcPort(config, router, (partial(add_health, router.directory),))
     await port.start()
     try:
         yield
     finally:
+        router.directory.close()
         await port.stop(CLOSE_SECONDS)
+
+
+@contextlib.contextmanager
+def probe_port(config: RouterConfig, owner: Owner) -> Iterator[None]:
+    """The port of its own for probes, if there is to be one. Raises `ResourceError` if it is taken."""
+    if not config.probe_port:
+        yield
+        return
+    try:
+        port = ProbePort(asker_of(owner), config.hostname, config.probe_port)
+    except OSError as error:
+        raise ResourceError(f"--probe-port {config.probe_port}: cannot listen: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        port.stop()
+
+
+@contextlib.asynccontextmanager
+async def opened_early(door: Door, listener: socket.socket, wanted: bool) -> AsyncIterator[Http | None]:
+    """The HTTP server from now on, where somebody is to be told how far the start is; gone if the start fails."""
+    if not wanted:
+        yield None
+        return
+    http = Http(door, listener)
+    try:
+        yield http
+    finally:
+        await http.close()
+
+
+async def _shards_up(config: RouterConfig) -> None:
+    """Wait for the sockets of all ranks, if they are still to come."""
+    stem = config.master_shard_uds_path.removesuffix("-0")
+    while not all(os.path.exists(f"{stem}-{rank}") for rank in range(config.await_shards)):
+        await asyncio.sleep(AWAIT_POLL_S)
 
 
 def _lost(spans: int) -> None:
     logger.debug("%d spans were lost", spans)
-
-
-async def _run(router: Router, listener: socket.socket, drain_seconds: float) -> int:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    server = server_for(router.app)
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stop.set)
-    batching = asyncio.create_task(router.models.run(), name="batching")
-    http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    logger.info("Connected; serving on %s:%d", *listener.getsockname()[:2])
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({batching, http, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if not stopping.done():
-        stopping.cancel()
-        logger.critical("the %s task ended on its own; leaving", "batching" if batching.done() else "HTTP")
-        server.should_exit = True
-        await asyncio.wait({http}, timeout=CLOSE_SECONDS)
-        for task in (batching, http):
-            if task.done():
-                task.result()
-        return 1
-    # A launcher kills at the end of this time: what is cut off must have been told before.
-    await _drain(router, max(0.0, drain_seconds - 2 * CLOSE_SECONDS))
-    server.should_exit = True
-    await http
-    if router.changes is not None:
-        await router.changes.close()
-    batching.cancel()
-    await asyncio.wait({batching})
-    router.close()
-    logger.info("Stopped")
-    return 0
-
-
-async def _drain(router: Router, seconds: float) -> None:
-    """Refuse new work and let what runs finish; what is left after `seconds` ends with an error event."""
-    traffic = router.state.traffic
-    traffic.draining = True
-    logger.info("Stopping: %d requests are running, they have %g s", traffic.active, seconds)
-    if await traffic.idle_within(seconds):
-        return
-    logger.warning("%d requests are cut off", traffic.active)
-    router.models.end_all(NotReadyError("The server is shutting down"))
-    await traffic.idle_within(CLOSE_SECONDS)

@@ -27,6 +27,7 @@ COUNTERS = {
     "tgi_batch_inference_success": "Steps the shard answered",
     "tgi_batch_inference_failure": "Steps the shard failed",
     "deepseek_tgi_request_cancelled": "Generations given up because their client was gone",
+    "deepseek_tgi_state_transitions": "Changes of state, by both ends",
     "deepseek_tgi_prompt_tokens": "Prompt tokens of admitted requests",
     "deepseek_tgi_prompt_tokens_reused": "Prompt tokens found in the prefix cache",
 }
@@ -35,6 +36,7 @@ GAUGES = {
     "tgi_batch_current_size": "Requests in the running batch",
     "tgi_batch_current_max_tokens": "Tokens the running batch may grow to",
     "deepseek_tgi_requests_in_flight": "Permits taken",
+    "deepseek_tgi_state": "1 for the state the server is in, 0 for the others",
     "deepseek_tgi_kv_blocks_free": "KV blocks that a new request could get",
     "deepseek_tgi_kv_blocks_total": "KV blocks there are, without the reserved one",
 }
@@ -97,7 +99,7 @@ class RouterMetrics:
 
     def __init__(self, max_input_tokens: int, max_total_tokens: int) -> None:
         self._counters: dict[tuple[str, str], float] = {}
-        self._gauges: dict[str, float] = {}
+        self._gauges: dict[tuple[str, str], float] = {}
         self._histograms: dict[tuple[str, str], Histogram] = {}
         self._summaries: dict[str, Summary] = {}
         self._edges = {
@@ -112,9 +114,9 @@ class RouterMetrics:
         key = (name, label)
         self._counters[key] = self._counters.get(key, 0) + amount
 
-    def gauge(self, name: str, value: float) -> None:
+    def gauge(self, name: str, value: float, label: str = "") -> None:
         """Set a gauge."""
-        self._gauges[name] = value
+        self._gauges[name, label] = value
 
     def observe(self, name: str, value: float, label: str = "") -> None:
         """Put a value (seconds or tokens) into a histogram or a summary."""
@@ -128,7 +130,7 @@ class RouterMetrics:
 
     def value(self, name: str, label: str = "") -> float:
         """A counter's or gauge's present value, 0 if never recorded."""
-        return self._gauges[name] if name in self._gauges else self._counters.get((name, label), 0)
+        return self._gauges.get((name, label), self._counters.get((name, label), 0))
 
     def render(self) -> str:
         """The Prometheus text format, families in the order of the tables above."""
@@ -137,7 +139,7 @@ class RouterMetrics:
             rows = [f"{name}{_braces(label)} {_number(v)}" for (n, label), v in self._counters.items() if n == name]
             _family(lines, name, help_text, "counter", rows)
         for name, help_text in GAUGES.items():
-            rows = [f"{name} {_number(self._gauges[name])}"] if name in self._gauges else []
+            rows = [f"{name}{_braces(label)} {_number(v)}" for (n, label), v in self._gauges.items() if n == name]
             _family(lines, name, help_text, "gauge", rows)
         for name, help_text in HISTOGRAMS.items():
             found = [(label, h) for (n, label), h in self._histograms.items() if n == name]

@@ -130,6 +130,7 @@ class ModelChanges:
             assert model.generation is not None
             await self._control.sleep(model.generation, drop_weights)
             self.asleep = model
+            self.models.state.sleeps()
         return change
 
     async def wake(self) -> Change:
@@ -352,6 +353,7 @@ class ModelChanges:
     def _told(self, change: Change) -> Callable[[str, float], None]:
         def told(stage: str, percent: float) -> None:
             change.stage, change.percent = stage, percent
+            self.models.state.is_loading(stage, percent)
             self._move(change)
 
         return told

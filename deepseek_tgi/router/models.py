@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from deepseek_tgi.errors import DeepseekTgiError, NotReadyError, OverloadedError
 from deepseek_tgi.router.http import Exchange, Handler
+from deepseek_tgi.router.model_state import ModelState
 from deepseek_tgi.router.served_model import ServedModel
 
 NOTHING_LOADED = "No model is loaded"
@@ -19,7 +20,8 @@ class Models:
     held back new requests wait, `hold_seconds` at most and `most_held` of them.
     """
 
-    def __init__(self, first: ServedModel, hold_seconds: float, most_held: int) -> None:
+    def __init__(self, first: ServedModel, hold_seconds: float, most_held: int, state: ModelState) -> None:
+        self.state = state
         self.current: ServedModel | None = first
         self.open: ServedModel | None = first
         self.held = 0
@@ -41,12 +43,14 @@ class Models:
     def publish(self, model: ServedModel) -> None:
         """From this instant on every new request, and every one that waits, gets `model`."""
         self.start(model)
+        self.state.serves(model.name, model.generation)
         self.current = self.open = model
         self._refusal = None
         self._settle()
 
     def hold(self) -> None:
         """From this instant on new requests wait for what is published, or refused, next."""
+        self.state.waits()
         self.open = None
         self._refusal = None
         self._settled.clear()
@@ -56,11 +60,13 @@ class Models:
         if self.current is None:
             self.refuse(NOTHING_LOADED)
             return
+        self.state.serves(self.current.name, self.current.generation)
         self.open = self.current
         self._settle()
 
     def refuse(self, reason: str) -> None:
         """From this instant on new requests, and those that wait, are refused (503)."""
+        self.state.refuses(reason)
         self.open = None
         self._refusal = NotReadyError(reason)
         self._settle()
@@ -123,6 +129,7 @@ class Models:
         self._leaving.add(model)
         if self.current is model:
             self.current = self.open = None
+            self.state.gone()
         task = self._tasks.pop(model, None)
         if task is not None:
             task.cancel()

@@ -232,9 +232,13 @@ ROUTES: tuple[tuple[str, str, str, str | None, str | None, bool], ...] = (
     ("/health", "get", "Is the shard alive", None, None, False),
     ("/ping", "get", "Same as /health", None, None, False),
     ("/ready", "get", "Should traffic come here", None, None, False),
+    ("/livez", "get", "Should the process go on living; `?verbose` shows each check", None, None, False),
+    ("/readyz", "get", "Should traffic come here; `?verbose` shows each check", None, None, False),
+    ("/startupz", "get", "Has the first model been loaded; `?verbose` shows each check", None, None, False),
     ("/metrics", "get", "Prometheus metrics", None, None, False),
 )
 PROBES = frozenset({"/health", "/ping", "/ready"})
+KUBERNETES_PROBES = frozenset({"/livez", "/readyz", "/startupz"})
 PROBLEM = {"application/json": {"schema": _ref("ErrorResponse")}}
 PLAIN = {"text/plain": {"schema": TEXT}}
 REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -256,6 +260,9 @@ def openapi_document(open_paths: Collection[str] | None = None) -> dict[str, Any
         operation = _operation(summary, body, answer, streams)
         if path in PROBES or (path, method) == ("/", "get"):
             operation["responses"]["503"] = {"description": "Not now", "content": PROBLEM}
+        if path in KUBERNETES_PROBES:
+            operation["responses"]["200"]["content"] = PLAIN
+            operation["responses"]["503"] = {"description": "No, with each check", "content": PLAIN}
         if open_paths is not None and (method == "get" or path in open_paths):
             operation["security"] = []
         elif open_paths is not None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deepseek_tgi.probes.owner import Owner
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import RouterConfig
 from deepseek_tgi.router.http import Handler
@@ -60,13 +61,14 @@ class Shared:
     permits: Permits
     traffic: Traffic
     spans: Spans
+    owner: Owner
 
     @classmethod
-    def made_for(cls, config: RouterConfig, shards: ShardClient, facts: ShardFacts) -> Shared:
+    def made_for(cls, config: RouterConfig, shards: ShardClient, facts: ShardFacts, owner: Owner) -> Shared:
         """The parts of a new door; its histograms take their edges from the first model's limits."""
         metrics = RouterMetrics(facts.max_input_tokens, facts.max_total_tokens)
         permits = Permits(config.max_concurrent_requests, metrics)
-        return cls(config, shards, metrics, Liveness(shards), permits, Traffic(), shards.spans)
+        return cls(config, shards, metrics, Liveness(shards), permits, Traffic(), shards.spans, owner)
 
     def model(self, config: RouterConfig, facts: ShardFacts, files: ModelFiles, generation: int | None) -> ServedModel:
         """A model that the shards hold as `generation` (None: the only one they have); `config` names it."""
@@ -90,6 +92,7 @@ class Shared:
             metrics=self.metrics,
             traffic=self.traffic,
             spans=self.spans,
+            owner=self.owner,
             template=files.template,
             model_sha=files.sha,
             pipeline_tag=files.pipeline_tag,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from deepseek_tgi.probes.kubernetes import CONTENT_TYPE as CONTENT_TYPE_PROBE
+from deepseek_tgi.probes.kubernetes import answer
 from deepseek_tgi.router.app import OPEN_PATHS
 from deepseek_tgi.router.docs_page import PAGE
 from deepseek_tgi.router.errors import UnhealthyError
@@ -34,9 +36,16 @@ class ServiceApi:
 
         A full server answers 429 to the request itself; taking it out of rotation would only move the load.
         """
-        if self._state.traffic.draining or not await self._state.liveness.check():
+        stays = self._state.owner.current.report.ready and not self._state.traffic.draining
+        if not stays or not await self._state.liveness.check():
             raise UnhealthyError
         await exchange.respond(200)
+
+    async def probe(self, exchange: Exchange) -> None:
+        """GET /livez, /readyz, /startupz: what the state says, now; nobody is asked for it."""
+        found = answer(exchange.path, exchange.query, self._state.owner.current, tells_reasons=False)
+        assert found is not None, "the route table names the paths"
+        await exchange.respond(found.status, found.text.encode(), CONTENT_TYPE_PROBE)
 
     async def metrics(self, exchange: Exchange) -> None:
         """GET /metrics: Prometheus text."""

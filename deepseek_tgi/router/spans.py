@@ -21,23 +21,23 @@ class Spans:
     """Makes spans with `tracer`; does nothing without one."""
 
     def __init__(self, tracer: Tracer | None = None) -> None:
-        self._tracer = tracer
+        self.tracer = tracer
 
     @contextmanager
     def request(self, path: str, traceparent: str | None, tracestate: str | None) -> Iterator[None]:
         """The time during which one HTTP request is answered; its parent is the client's span if it names one."""
-        if self._tracer is None:
+        if self.tracer is None:
             yield
             return
         from opentelemetry.trace import SpanKind
 
         carrier = {"traceparent": traceparent or "", "tracestate": tracestate or ""}
-        with self._tracer.start_as_current_span(path, context=parent_of(carrier), kind=SpanKind.SERVER):
+        with self.tracer.start_as_current_span(path, context=parent_of(carrier), kind=SpanKind.SERVER):
             yield
 
     def current(self) -> SpanContext | None:
         """What a batch's span will be linked to."""
-        if self._tracer is None:
+        if self.tracer is None:
             return None
         from opentelemetry.trace import get_current_span
 
@@ -45,14 +45,14 @@ class Spans:
 
     def call(self, name: str, linked: Iterable[SpanContext | None] = ()) -> tuple[Span | None, Metadata | None]:
         """A span of one call to the shards, without a parent, and the metadata that carries it. The caller ends it."""
-        if self._tracer is None:
+        if self.tracer is None:
             return None, None
         from opentelemetry.context import Context
         from opentelemetry.trace import Link, SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         links = [Link(context) for context in linked if context is not None and context.is_valid]
-        span = self._tracer.start_span(name, context=Context(), kind=SpanKind.CLIENT, links=links)
+        span = self.tracer.start_span(name, context=Context(), kind=SpanKind.CLIENT, links=links)
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier, set_span_in_context(span))
         return span, tuple(carrier.items())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepseek_tgi import __version__
+from deepseek_tgi.probes.owner import Owner
 from deepseek_tgi.router.config import RouterConfig
 from deepseek_tgi.router.http import Exchange
 from deepseek_tgi.router.infer import Generated, Infer
@@ -29,6 +30,7 @@ class RouterState:
     metrics: RouterMetrics
     traffic: Traffic
     spans: Spans
+    owner: Owner
     template: ChatTemplate | None
     model_sha: str | None = None
     pipeline_tag: str | None = None
