@@ -131,7 +131,7 @@ def test_a_device_check_that_fails_twice_in_a_row_counts_and_heals(bench: Bench)
 
 
 def test_a_device_check_that_hangs_is_a_thread_that_stands_still(bench: Bench) -> None:
-    bench.device.write_text("sleep 2.5")
+    bench.device.write_text("sleep 1.4")
     assert "in the device check, has stood still" in bench.watch.wait("readyz", 503, 6).text
     bench.device.unlink()
     bench.watch.wait("readyz", 200, 6)
