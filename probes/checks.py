@@ -52,10 +52,13 @@ class RunningCheck:
         self._asked_at = now
         self._answer = self.check.start()
 
-    def complain(self, reason: str) -> None:
-        """A bad result that somebody else saw; what is under way now was asked before it and tells nothing."""
+    def complain(self, reason: str, now: float) -> None:
+        """A bad result that somebody else saw; what is under way now was asked before it and tells nothing.
+
+        Recovery is asked for a period later: who asks less often than that should not miss that something was wrong.
+        """
         self._answer = None
-        self._next_at = 0.0
+        self._next_at = now + self.check.period_s
         self._note(False, reason)
 
     def suspect(self) -> None:

@@ -72,7 +72,7 @@ class Monitor:
     def complain(self, name: str, reason: str) -> None:
         """A bad result for check `name`, seen at work; takes effect at once."""
         with self._lock:
-            self._checks[name].complain(reason)
+            self._checks[name].complain(reason, self._clock())
             self._judge()
 
     def suspect(self, name: str) -> None:

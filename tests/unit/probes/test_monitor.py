@@ -231,7 +231,9 @@ def test_a_failed_step_counts_at_once_and_a_good_one_proves_recovery() -> None:
     bench.monitor.content("generation")
     assert bench.state == "ready"
     bench.monitor.complain("generation", "a step failed: boom")
-    bench.wait(0.1)
+    bench.wait(0.3)
+    assert asked.pending == [], "for half a second it stands as it was seen"
+    bench.wait(0.3)
     asked.answer(ValueError("boom again"))
     bench.wait(0.6)
     assert bench.state == "degraded"
@@ -244,7 +246,7 @@ def test_a_proof_begun_before_the_failure_proves_nothing() -> None:
     asked = Asked()
     bench = Bench(Check("generation", asked.start, 0.5, 5.0, only_when_bad=True))
     bench.monitor.complain("generation", "first")
-    bench.wait(0.1)
+    bench.wait(0.6)
     early = asked.pending[-1]
     bench.monitor.complain("generation", "second")
     early.set_result(None)
