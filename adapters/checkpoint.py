@@ -95,9 +95,19 @@ class Checkpoint:
 
         Raises `CheckpointError` if shape or dtype is another.
         """
+        return self.moved(self.mapped(name, shape, dtypes))
+
+    def mapped(
+        self, name: str, shape: tuple[int, ...] | None = None, dtypes: Iterable[torch.dtype] | None = None
+    ) -> torch.Tensor:
+        """As `tensor`, but always the view of the mapped file: whoever wants a part cuts it, then has it `moved`."""
         self.check(name, shape, dtypes)
         self._seen.add(name)
-        stored = self._home[name].tensor(name)
+        stored: torch.Tensor = self._home[name].tensor(name)
+        return stored
+
+    def moved(self, stored: torch.Tensor) -> torch.Tensor:
+        """`stored` where tensors are wanted."""
         return stored if self._move is None else self._move(stored)
 
     def check(

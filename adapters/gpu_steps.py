@@ -81,11 +81,15 @@ class GpuSteps:
         decoder, pages, scratch = self._model.decoder, LayerByLayer(pool), self._model.decoder.scratch(spec.largest)
 
         def step(inputs: ForwardInputs, logits: torch.Tensor) -> None:
-            decoder.step(inputs, pages, scratch, logits)
+            made = decoder.step(inputs, pages, scratch, logits)
+            if made is not logits:  # put together from the ranks'
+                logits.copy_(made)
 
         self._pool = pool
         self._graphs = DecodeGraphs(spec, step, self._device, self._make_capture(self._device))
         self._graphs.record_first()
+        while decoder.several_ranks and self._graphs.record_next():
+            pass  # all ranks record together, now or never
         logger.info(
             "decode steps recorded for batches of %s; %d more sizes follow when there is time",
             ", ".join(map(str, self._graphs.recorded)), len(spec.buckets) - len(self._graphs.recorded),

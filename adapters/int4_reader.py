@@ -101,14 +101,14 @@ class Int4Reader:
         self._check_layout(module, shape)
         self._check_weight_shape(module, shape)
         index = self._read_group_index(module, shape[1], size)
-        weight = checkpoint.tensor(prefix + layout.weight, layout.weight_shape(*shape), (torch.int32,))
-        scales = checkpoint.tensor(prefix + layout.scales, layout.scales_shape(*shape, size), FLOAT_DTYPES)
+        weight = checkpoint.mapped(prefix + layout.weight, layout.weight_shape(*shape), (torch.int32,))
+        scales = checkpoint.mapped(prefix + layout.scales, layout.scales_shape(*shape, size), FLOAT_DTYPES)
         if not torch.isfinite(scales).all():
             raise CheckpointError(f"{checkpoint.folder}: tensor {prefix}{layout.scales} holds infinities or NaN")
         zeros = self._read_zeros(module, shape, size)
         if part is not None and index is None and (own := self._part((weight, zeros, scales), shape, part, size)):
             return own
-        packed = unpack(layout, weight, zeros, scales, shape, group_size=size)
+        packed = unpack(layout, *self._moved((weight, zeros, scales)), shape, group_size=size)
         whole = packed if index is None else sorted_by_group(packed, index)
         return whole if part is None else part.of(whole)
 
@@ -122,7 +122,13 @@ class Int4Reader:
         else:
             return None
         own = stored_part(self._layout, stored, part, groups)
-        return None if own is None else unpack(self._layout, *own, own_shape, group_size=size)
+        return None if own is None else unpack(self._layout, *self._moved(own), own_shape, group_size=size)
+
+    def _moved(self, stored: Stored) -> Stored:
+        """What is unpacked, where it is."""
+        weight, zeros, scales = stored
+        move = self._checkpoint.moved
+        return move(weight), None if zeros is None else move(zeros), move(scales)
 
     def _scheme(self, module: str) -> Int4Scheme:
         """What the config says of a layer that is packed: its own scheme, or the first one if it has none."""
@@ -168,7 +174,7 @@ class Int4Reader:
         layout, name = self._layout, f"{module}.{self._layout.zeros}"
         if name not in self._checkpoint:
             return None
-        zeros = self._checkpoint.tensor(name, layout.zeros_shape(*shape, size), (torch.int32,))
+        zeros = self._checkpoint.mapped(name, layout.zeros_shape(*shape, size), (torch.int32,))
         if self._scheme(module).zero_point:
             return zeros
         if layout.stores_midpoint:

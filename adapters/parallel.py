@@ -1,12 +1,14 @@
 """What the ranks of one model exchange, and what happens when one is lost.
 
-Ranks of one machine exchange through memory that they share where they can, else through torch's process group.
+Ranks of one machine exchange through memory that they share where they can, else through torch's process group. What
+lies on GPUs is exchanged by NCCL, in order with the step's own work and without the host waiting for it, so that CUDA
+graphs hold it.
 
 Choice: torch's process group is used directly, and every failure of an exchange is a `DeviceError` that names the lost
 rank: ranks that have missed an exchange can never agree again, so the process leaves. Prevents: a shard that waits for
 ever, or answers with half a model. Rejected: `init_process_group`, whose global state outlives a failure.
 
-Source: `torch.distributed`, `ProcessGroupGloo`.
+Source: `torch.distributed`, `ProcessGroupGloo`, `ProcessGroupNCCL`.
 """
 
 from __future__ import annotations
@@ -67,12 +69,17 @@ class RankGroup:
     Raises: `DeviceError` from every exchange that fails, and from all that are tried after it.
     """
 
-    def __init__(self, group: Any, rank: int, processes: Sequence[Process], timeout_s: float) -> None:
-        """Made by `rendezvous.join`. `group` is a process group of torch's, `processes` are those of all ranks."""
+    def __init__(
+        self, group: Any, rank: int, processes: Sequence[Process], timeout_s: float, on_gpus: Any = None
+    ) -> None:
+        """Made by `rendezvous.join`. `group` and `on_gpus`, for what lies there, are process groups of torch's,
+        `processes` are those of all ranks.
+        """
         self.rank = rank
         self.world_size = len(processes)
         self._timeout_s = timeout_s
         self._group = group
+        self._on_gpus = on_gpus
         self._processes = processes
         self._lost: str | None = None
         self._memory: RankMemory | None = None
@@ -115,7 +122,9 @@ class RankGroup:
         Two ranks simply swap what is short, which halves the messages that follow one another: a token's sums are
         bound by their time. a + b and b + a are the same bits.
         """
-        if self._memory is not None:
+        if tensor.device.type != "cpu":
+            self._wait("all_reduce", lambda: self._on_gpus.allreduce([tensor]))
+        elif self._memory is not None:
             self._check()
             self._memory.add_up(tensor, self._late)
         elif self.world_size == 2 and tensor.numel() <= SWAPPED_FLOATS:
@@ -128,12 +137,13 @@ class RankGroup:
         rows, most = own.shape[0], max(widths)
         if own.shape[1] < most:
             own = torch.nn.functional.pad(own, (0, most - own.shape[1]))
-        if self._memory is not None and own.numel() <= SLOT_FLOATS:
+        if self._memory is not None and own.numel() <= SLOT_FLOATS and own.device.type == "cpu":
             self._check()
             parts = [part.view(rows, most) for part in self._memory.of_all(own.view(-1), self._late)]
             return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
         every = own.new_empty(self.world_size * rows, most)
-        self._wait("all_gather", lambda: self._group._allgather_base(every, own))
+        group = self._group if own.device.type == "cpu" else self._on_gpus
+        self._wait("all_gather", lambda: group._allgather_base(every, own))
         parts = [every[r * rows : (r + 1) * rows, :width] for r, width in enumerate(widths)]
         return every.view(1, -1) if rows == 1 and min(widths) == most else torch.cat(parts, 1)
 
@@ -165,7 +175,9 @@ class RankGroup:
         self._lost = self._lost or reason
         if self._memory is not None:
             self._memory.leave()
-        self._group = None  # the last reference: only its destructor closes the connections
+        if self._on_gpus is not None:
+            self._on_gpus.abort()  # or a kernel that waits for the others would never end
+        self._group = self._on_gpus = None  # the last reference: only its destructor closes the connections
 
     def close(self) -> None:
         """Leave."""

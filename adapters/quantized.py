@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -140,13 +141,10 @@ class QuantizedModelAdapter(ModelAdapter):
 
     def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
         """See `ModelAdapter`; the logits belong to the caller. Every rank takes the same steps."""
-        if self._gpu is not None:
-            return self._gpu.step(inputs, pool)
-        pages = LayerByLayer(pool)
-        if self._group is None:
-            return self._decoder.step(inputs, pages)
-        with self._group.together():
-            return self._decoder.step(inputs, pages)
+        with nullcontext() if self._group is None else self._group.together():
+            if self._gpu is not None:
+                return self._gpu.step(inputs, pool)
+            return self._decoder.step(inputs, LayerByLayer(pool))
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """See `ModelAdapter`. Raises `RequestError` for a mask or ids that do not fit."""
@@ -195,9 +193,10 @@ class QuantizedModelAdapter(ModelAdapter):
 def _join(options: LoadOptions, kernels: KernelSet) -> RankGroup | None:
     if options.world_size == 1:
         return None
+    meeting = Meeting(options.rank, options.world_size, options.master_addr, options.master_port)
+    group = join(meeting, kernels.device)
     if kernels.device.type != "cpu":
-        raise ConfigError(f"device: got {kernels.device} for {options.world_size} ranks, expected cpu or a single rank")
-    group = join(Meeting(options.rank, options.world_size, options.master_addr, options.master_port))
+        return group
     shared = group.share_memory(load_library() if kernels.name == "native" else None)
     logger.info("ranks exchange through %s", "memory that they share" if shared else "sockets (gloo)")
     return group

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented there, not in its __all__
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # documented there, not in its __all__
 
 from deepseek_tgi.adapters.parallel import Process, RankGroup, listed
 from deepseek_tgi.errors import ConfigError, ResourceError
@@ -39,8 +40,8 @@ class Meeting:
     timeout_s: float = TIMEOUT_S
 
 
-def join(meeting: Meeting) -> RankGroup:
-    """Meet the other ranks.
+def join(meeting: Meeting, device: torch.device | None = None) -> RankGroup:
+    """Meet the other ranks; what lies on `device`, a GPU, can be exchanged as well.
 
     Raises: `ResourceError` for a port that is taken or an address that is none of ours, and naming ranks that do not
     come in time.
@@ -53,16 +54,18 @@ def join(meeting: Meeting) -> RankGroup:
     _await_all(store, meeting, deadline)
     told = [store.get(f"rank/{rank}").decode().partition(" ") for rank in range(meeting.world_size)]
     group = _process_group(store, meeting)
+    on_gpus = None if device is None or device.type == "cpu" else _nccl(store, meeting, device)
     logger.info(
-        "rank %d of %d met the others at %s:%d in %.2f s (gloo)",
+        "rank %d of %d met the others at %s:%d in %.2f s (%s)",
         meeting.rank, meeting.world_size, meeting.address, meeting.port, time.monotonic() - started,
+        "gloo" if on_gpus is None else "gloo and NCCL",
     )  # fmt: skip
     processes = [Process(int(pid), machine) for pid, _, machine in told]
-    return RankGroup(group, meeting.rank, processes, meeting.timeout_s)
+    return RankGroup(group, meeting.rank, processes, meeting.timeout_s, on_gpus)
 
 
 def _process_group(store: Store, meeting: Meeting) -> Any:
-    """The one place that knows what ranks talk through: gloo, since there are CPU kernels only."""
+    """What ranks agree through, and exchange through what lies in host memory: gloo."""
     if not dist.is_gloo_available():
         raise ConfigError("num_shard: this build of torch has no gloo, which ranks on CPUs talk through; expected 1")
     gloo: Any = dist.ProcessGroupGloo
@@ -75,6 +78,23 @@ def _process_group(store: Store, meeting: Meeting) -> Any:
         raise ResourceError(
             f"rank {meeting.rank}: cannot connect to the other ranks: {str(error).splitlines()[0]}"
         ) from error
+
+
+def _nccl(store: Store, meeting: Meeting, device: torch.device) -> Any:
+    """What ranks exchange through what lies on GPUs; they have met in a first sum when this returns."""
+    if not dist.is_nccl_available():
+        raise ConfigError("num_shard: this build of torch has no NCCL, which ranks on GPUs talk through; expected 1")
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=meeting.timeout_s)
+    try:
+        with torch.cuda.device(device):
+            group = nccl(PrefixStore("nccl", store), meeting.rank, meeting.world_size, options)
+            group.allreduce([torch.ones(1, device=device)]).wait()
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise ResourceError(f"rank {meeting.rank}: NCCL cannot connect: {str(error).splitlines()[0]}") from error
+    return group
 
 
 def _open_store(meeting: Meeting, deadline: float) -> Store:

@@ -41,7 +41,7 @@ class Head:
         if rows.shape[0] != hidden.shape[0]:
             hidden = hidden.index_select(0, rows)
         width = self.widths[0 if self.group is None else self.group.rank]
-        own = hidden.new_empty(hidden.shape[0], width) if out is None else out
+        own = hidden.new_empty(hidden.shape[0], width) if out is None or self.group is not None else out
         normed = hidden if self.dtype == hidden.dtype else torch.empty_like(hidden, dtype=self.dtype)
         self.matrix(self.norm(hidden, normed), None, own)
         return own if self.group is None else self.group.gather_columns(own, self.widths)

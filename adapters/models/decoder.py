@@ -98,9 +98,7 @@ class Decoder:
     def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
         """Upper bound of what a step takes beyond weights and cache; see `StepSizes`."""
         head = self._weights.head
-        sizes = StepSizes(
-            self._scratch.with_kept, head.norm.size, head.vocab_size, self._native, head.group is not None
-        )
+        sizes = StepSizes(self._scratch.with_kept, head.norm.size, head.vocab_size, self._native, self.several_ranks)
         return sizes.bytes_of(num_tokens, num_logit_rows)
 
     def scratch(self, num_tokens: int) -> Scratch:
@@ -113,6 +111,11 @@ class Decoder:
     def ops(self) -> frozenset[str]:
         """Ops of the kernel set that the parts run by themselves."""
         return frozenset(op for part in self._weights.parts for op in part.ops)
+
+    @property
+    def several_ranks(self) -> bool:
+        """True if this is one rank's part."""
+        return self._weights.head.group is not None
 
     def step(
         self,

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from builders import tiny_checkpoint
+from ranks import on_ranks, unused_port
 
 from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter
+from deepseek_tgi.adapters.decode_graphs import CudaCapture
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
+from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.device_set import TRITON_PROVIDERS
 from deepseek_tgi.kv.pool import KVPool
@@ -181,3 +184,35 @@ def test_the_bundled_model_says_what_it_says_on_a_cpu() -> None:
             assert chosen == fed[step][row] or tie < 0.15, note
             if chosen != fed[step][row]:
                 print("near tie:", note)
+
+
+def test_sums_of_ranks_can_be_recorded() -> None:
+    """With one rank, which one GPU suffices for: NCCL as it is asked, recorded and replayed."""
+    group = join(Meeting(0, 1, "localhost", unused_port()), torch.device("cuda:0"))
+    x = torch.full((4, 8), 2.0, device="cuda")
+    y = torch.empty(4, 16, device="cuda")
+
+    def step() -> None:
+        group.all_reduce(x)
+        y.copy_(torch.cat((x, group.gather_columns(x, [8])), 1))
+
+    replay = CudaCapture(torch.device("cuda:0"))(step)
+    x.fill_(3.0)
+    replay()
+    assert y.eq(3.0).all()
+    group.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("graphs", [(), (4,)], ids=["plain", "recorded"])
+def test_two_ranks_give_what_one_gives(family_dir: Path, graphs: tuple[int, ...]) -> None:
+    want, fed = walked(family_dir, replace(GPU, cuda_graphs=graphs), PROMPTS)
+    port = unused_port()
+
+    def rank(number: int) -> list[torch.Tensor]:
+        options = replace(GPU, rank=number, world_size=2, master_port=port, cuda_graphs=graphs)
+        return walked(family_dir, options, PROMPTS, fed)[0]
+
+    first, second = on_ranks(2, rank)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    require_near(first, want, TOLERANCE)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from ranks import on_ranks, unused_port
 
-from deepseek_tgi.adapters.parallel import SWAPPED_FLOATS, RankGroup
+from deepseek_tgi.adapters.parallel import SWAPPED_FLOATS, Process, RankGroup
 from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.errors import CheckpointError, ConfigError, DeviceError, ResourceError
 from deepseek_tgi.kernels import rank_memory
@@ -211,3 +211,32 @@ def test_shared_memory_leaves_no_name_and_is_refused_by_one_for_all(monkeypatch:
     monkeypatch.setattr(rank_memory, "FOLDER", Path("/no/such/folder"))
     with pytest.raises(OSError, match="No such file"):
         rank_memory.create("name", 2)
+
+
+class StandIn:
+    """A process group for what lies on GPUs: notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> StandIn:
+        self.asked.append(f"sum {list(tensors[0].shape)}")
+        return self
+
+    def _allgather_base(self, every: torch.Tensor, own: torch.Tensor) -> StandIn:
+        self.asked.append(f"gather {list(own.shape)} into {list(every.shape)}")
+        return self
+
+    def wait(self) -> None: ...
+
+    def abort(self) -> None:
+        self.asked.append("abort")
+
+
+def test_what_lies_on_gpus_goes_its_own_way() -> None:
+    on_gpus = StandIn()
+    group = RankGroup(None, 0, [Process.own()] * 2, 1.0, on_gpus)
+    group.all_reduce(torch.empty(3, 8, device="meta"))
+    assert group.gather_columns(torch.empty(3, 4, device="meta"), [4, 3]).shape == (3, 7)
+    group.close()
+    assert on_gpus.asked == ["sum [3, 8]", "gather [3, 4] into [6, 4]", "abort"]
