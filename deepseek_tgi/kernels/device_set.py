@@ -26,7 +26,7 @@ from deepseek_tgi.kernels.select import KernelSet, torch_kernels
 
 logger = logging.getLogger(__name__)
 
-TRITON_PROVIDERS: tuple[str, ...] = ()
+TRITON_PROVIDERS: tuple[str, ...] = ("deepseek_tgi.kernels.paged_attention.triton",)
 """Modules with a `provide` of Triton kernels; in this order, later ones see what earlier ones brought."""
 CUDA_PROVIDERS: tuple[str, ...] = (
     "deepseek_tgi.kernels.int4_linear.cuda",

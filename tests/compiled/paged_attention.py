@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import torch
-from compiled.kernels import AMPERE, HOPPER, MATRIX_BF16, WIDE_LOAD, CudaKernel
+from compiled.kernels import (
+    AMPERE,
+    HOPPER,
+    MATRIX_BF16,
+    WARPGROUP_MATRIX,
+    WIDE_LOAD,
+    CudaKernel,
+    TritonKernel,
+)
 
 from deepseek_tgi.kernels.paged_attention.cuda import DecodeShape
+from deepseek_tgi.kernels.paged_attention.triton import tile_constants, tile_shape
+from deepseek_tgi.kv.layout import KVLayout, KVMode
+from deepseek_tgi.kv.pool import KVPool
 
 BF16 = torch.bfloat16
 MATRIX_HALF = r"HMMA\.16816\.F32"
@@ -28,4 +39,38 @@ CUDA = [
     kernel("int8", 128, 4, (HOPPER,)),
     kernel("int8", 128, 16, (HOPPER,)),
     kernel("fp8_e4m3fn", 128, 4),
+]
+
+
+def tile(mode: str, width: int, ratio: int, rows: int, rotary: int = 0, must: tuple[str, ...] = ()) -> TritonKernel:
+    """The Triton kernel for requests of `rows` rows over such a cache."""
+    pages = KVPool(KVLayout(1, 1, width, width, KVMode(mode)), 1).view(0)
+    cut = tile_shape(pages, rows, centred=rotary > 0)
+    return TritonKernel(
+        "deepseek_tgi.kernels.paged_attention.tile_kernel:paged_tile",
+        {
+            **dict.fromkeys(("q", "out"), "*bf16"),
+            **dict.fromkeys(("k", "v", "k_scale", "v_scale"), "*u8"),
+            **dict.fromkeys(("tables", "starts", "cached"), "*i32"),
+            **dict.fromkeys(("centre", "cos_sin"), "*fp32"),
+            **dict.fromkeys(("q_stride", "page_bytes", "columns", "batch"), "i32"),
+            "scale": "fp32",
+        },
+        {**tile_constants(pages, ratio, rotary), "BM": cut["BM"], "BN": cut["BN"], "UPCAST": False},
+        255,
+        must,
+        divisible=("q", "k", "v", "k_scale", "v_scale", "out", "q_stride", "page_bytes"),
+        num_warps=cut["num_warps"],
+        num_stages=cut["num_stages"],
+        archs=(HOPPER,),
+    )
+
+
+TRITON = [
+    tile("bfloat16", 128, 4, 4096, must=(WARPGROUP_MATRIX,)),
+    tile("int8", 128, 7, 4096, must=(WARPGROUP_MATRIX,)),
+    tile("fp8_e4m3fn", 128, 4, 4096, must=(WARPGROUP_MATRIX,)),
+    tile("int4", 128, 4, 4096),
+    tile("int8", 128, 7, 7, rotary=128),
+    tile("int4", 64, 4, 4, rotary=64),
 ]

@@ -1,0 +1,126 @@
+"""Paged attention in Triton: any step, as `tile_kernel` explains. Asks the device for nothing."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.common import ACTIVATIONS
+from deepseek_tgi.kernels.compiler import BuildError
+from deepseek_tgi.kernels.frame import PlacedFrame
+from deepseek_tgi.kernels.paged_attention import PagedAttention, check_paged_attention
+from deepseek_tgi.kernels.pages import LayerPages
+from deepseek_tgi.kernels.precision import int4_group
+from deepseek_tgi.kernels.select import KernelSet
+
+logger = logging.getLogger(__name__)
+
+MODES = {"bfloat16": 0, "float16": 1, "int8": 2, "fp8_e4m3fn": 3, "int4": 4}
+LARGEST_HEAD = 256
+
+
+def provide(kernels: KernelSet) -> KernelSet:
+    """Attention in Triton. Raises `BuildError` without it."""
+    if find_spec("triton") is None:
+        raise BuildError("paged_attention needs the package triton")
+    return replace(kernels, paged_attention=TiledAttention(kernels.paged_attention))
+
+
+class TiledAttention:
+    """The op: formats and sizes that the kernel does not take go to `others`, which is said once a reason."""
+
+    def __init__(self, others: PagedAttention, *, interpreted: bool = False) -> None:
+        self._others = others
+        self._interpreted = interpreted
+        self._said: set[str] = set()
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        pages: LayerPages,
+        inputs: ForwardInputs,
+        scale: float,
+        out: torch.Tensor | None = None,
+        *,
+        placed: PlacedFrame | None = None,
+    ) -> torch.Tensor:
+        """See the contract."""
+        check_paged_attention(q, pages, inputs, out, placed, dtypes=ACTIVATIONS)
+        y = q.new_empty((*q.shape[:2], pages.v_dim)) if out is None else out
+        unfit = None
+        if pages.mode not in MODES:
+            unfit = f"pages of {pages.mode}"
+        elif max(pages.k_dim, pages.v_dim) > LARGEST_HEAD:
+            unfit = f"heads of more than {LARGEST_HEAD} elements"
+        if unfit is not None:
+            if unfit not in self._said:
+                self._said.add(unfit)
+                logger.warning("paged_attention: no Triton kernel for %s; torch does the work, which is slower", unfit)
+            return self._others(q, pages, inputs, scale, y, placed=placed)
+        if y.numel():
+            self._launch(q, y, pages, inputs, scale=scale, placed=placed)
+        return y
+
+    def _launch(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        pages: LayerPages,
+        inputs: ForwardInputs,
+        *,
+        scale: float,
+        placed: PlacedFrame | None,
+    ) -> None:
+        from deepseek_tgi.kernels.paged_attention.tile_kernel import paged_tile
+
+        ratio, batch = q.shape[1] // pages.num_heads, inputs.cache_lens.shape[0]
+        centre, cos_sin = None, None
+        if pages.quantised and placed is not None and placed.frame.centre is not None:
+            centre, cos_sin = placed.frame.centre, placed.cos_sin
+        constants = tile_constants(pages, ratio, 0 if cos_sin is None else cos_sin.shape[1])
+        cut = tile_shape(pages, inputs.max_seqlen * ratio, centred=centre is not None)
+        rows = cut["BM"]
+        tiles = min(-(-q.shape[0] * ratio // rows) + batch, batch * -(-inputs.max_seqlen * ratio // rows))
+        paged_tile[tiles, pages.num_heads](
+            q, q.stride(0), _bytes(pages.k), _bytes(pages.v), _bytes(pages.k_scale), _bytes(pages.v_scale),
+            pages.k.stride(0) * pages.k.element_size(), inputs.block_tables, inputs.block_tables.stride(0),
+            inputs.cu_seqlens, inputs.cache_lens, batch, scale, out, centre, cos_sin, **constants, **cut,
+            UPCAST=self._interpreted,
+        )  # fmt: skip
+
+
+def tile_constants(pages: LayerPages, ratio: int, rotary: int) -> dict[str, Any]:
+    """Constants of the kernel that follow from the cache's shape; `rotary` is 0 without a centre."""
+    sizes = [(d, d & -d) for d in (pages.k_dim, pages.v_dim)]
+    return {
+        "MODE": MODES[pages.mode], "RATIO": ratio, "BLOCK": pages.block_size, "CENTRE": rotary > 0, "ROTARY": rotary,
+        "PR": _padded(rotary // 2),
+        **{f"{key}{x}": value for x, (d, size) in zip("KV", sizes, strict=True) for key, value in (
+            ("D", d), ("P", _padded(d)), ("GROUP_", int4_group(d)), ("SIZE_", size),
+            ("TURN_", 2.0 ** -(size.bit_length() // 2)),
+        )},
+    }  # fmt: skip
+
+
+def tile_shape(pages: LayerPages, rows: int, *, centred: bool) -> dict[str, int]:
+    """How many rows and keys a program takes, for requests of at most `rows` rows."""
+    wide = max(pages.k_dim, pages.v_dim) > 128 or centred or pages.mode == "int4"
+    most = 64 if wide else 128
+    size = next((n for n in (16, 32, 64) if rows <= n), most)
+    return {
+        "BM": min(size, most), "BN": 32 if wide else 64, "num_warps": 8 if size >= 128 else 4,
+        "num_stages": 2 if wide else 3,
+    }  # fmt: skip
+
+
+def _padded(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _bytes(store: torch.Tensor | None) -> torch.Tensor | None:
+    return None if store is None else store.view(torch.uint8)

@@ -1,0 +1,56 @@
+"""Paged attention in Triton, interpreted, against the textbook formula in float64 over what the pages hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from paged_cases import Case, Geometry, expected, make_case
+
+from deepseek_tgi.kernels.common import ComputeDtype
+from deepseek_tgi.kernels.device_set import operators
+from deepseek_tgi.kernels.paged_attention.triton import MODES, TiledAttention
+from deepseek_tgi.kv.layout import KVMode
+
+triton = pytest.importorskip("triton")
+
+TORCH = operators(torch.device("cpu"), ComputeDtype.FLOAT32)
+QUANTISED = [mode for mode in KVMode if mode.quantised]
+CLOSE = {KVMode.FLOAT16: 2.0**-10, KVMode.INT4: 2.0**-6}
+"""What 16-bit operands change a result by, as a part of the largest value; INT4's values are rounded as well."""
+
+
+def check(case: Case, mode: KVMode) -> None:
+    """As in the interpreter: conversions to bfloat16 cut there, so a step is twice as large."""
+    case = replace(case, q=case.q.bfloat16())
+    attend = TiledAttention(TORCH.paged_attention, interpreted=True)
+    out = torch.full((*case.q.shape[:2], case.pool.view(1).v_dim), float("nan"))
+    got = attend(case.q, case.pool.view(1), case.inputs, case.scale, out, placed=case.placed)
+    want = expected(replace(case, q=case.q.float()))
+    assert got is out
+    assert np.abs(got.double().numpy() - want).max() <= CLOSE.get(mode, 2.0**-7) * max(1.0, np.abs(want).max())
+
+
+@pytest.mark.parametrize("mode", [KVMode(mode) for mode in MODES], ids=lambda m: m.value)
+@pytest.mark.parametrize(
+    "geometry", [(6, 2, 64, 32, 16), (7, 1, 96, 96, 32)], ids=["H6-G2-D64-V32", "H7-G1-D96-V96-S32"]
+)
+def test_prompts_chunks_and_single_tokens(mode: KVMode, geometry: Geometry) -> None:
+    check(make_case(TORCH, geometry, ([13, 1, 0, 20], [0, 70, 9, 30]), mode), mode)
+
+
+@pytest.mark.parametrize("mode", [KVMode(mode) for mode in MODES], ids=lambda m: m.value)
+def test_a_decode_step(mode: KVMode) -> None:
+    check(make_case(TORCH, (4, 1, 128, 64, 16), ([1, 1, 1], [15, 63, 140]), mode), mode)
+
+
+@pytest.mark.parametrize("mode", QUANTISED, ids=lambda m: m.value)
+def test_what_was_taken_off_a_key_is_back_when_it_is_read(mode: KVMode) -> None:
+    for geometry in ((6, 2, 64, 32, 16), (2, 1, 96, 32, 16)):
+        check(make_case(TORCH, geometry, ([5, 1, 18], [30, 75, 2]), mode, framed=True), mode)
+
+
+def test_heads_of_no_common_size() -> None:
+    check(make_case(TORCH, (3, 1, 72, 40, 16), ([9, 1], [40, 3]), KVMode.INT8), KVMode.INT8)
