@@ -20,7 +20,8 @@ async def test_c32_a_full_queue_is_neither_dead_nor_unready(tmp_path: Path) -> N
         await bench.until(lambda: bench.in_flight == 2)
         third = await bench.post("/generate", GENERATE)
         assert (third.status_code, third.json()["error_type"]) == (429, "overloaded")
-        assert [(await bench.client.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
+        probes = ("/health", "/ready", "/livez", "/readyz", "/startupz")
+        assert [(await bench.client.get(path)).status_code for path in probes] == [200] * 5
         for _, writer in held:
             writer.close()
         bench.shard.gate.set()
