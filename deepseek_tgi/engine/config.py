@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Counter = Callable[[str, int], None]
 """Called with an event's name and how often it happened; names are listed in `EVENTS`."""
@@ -46,6 +46,10 @@ class EngineConfig:
     watermark_delta: float = 2.0
     rank: int = 0
     world_size: int = 1
+
+    def on_gpu(self) -> EngineConfig:
+        """The same where the memory is a GPU's, which is the shard's own: the cache takes all but a little of it."""
+        return replace(self, kv_memory_fraction=0.95, kv_full_requests=1 << 20)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from deepseek_tgi.kernels.held_bytes import HeldBytes, expected_kernels
 from deepseek_tgi.kernels.threads import usable_threads
 from deepseek_tgi.kv.layout import MIN_BLOCK_SIZE, KVMode
 from deepseek_tgi.launcher.check import max_input_tokens
+from deepseek_tgi.launcher.gpus import gpus_for
 from deepseek_tgi.launcher.model_facts import num_shards, prefill_tokens, read_facts
 from deepseek_tgi.text.tokenizer import length_limit
 
@@ -70,11 +71,14 @@ def make_plan(config: LauncherConfig, memory: MemoryReader | None = None) -> Mod
     folder = resolve_folder(config.weights_cache_override or config.model_id, config.revision)
     model = read_model_config(folder)
     shards = plan_shards(model, num_shards(config))
-    kernels, compute = expected_kernels(config.kernels or "auto"), resolve_compute_dtype(config.dtype or "auto")
+    gpus = gpus_for(config.device or "auto", shards.world_size)
+    kernels = expected_kernels(config.kernels or "auto", bool(gpus))
+    compute = resolve_compute_dtype(config.dtype or "auto", bool(gpus))
     forms, notes, file_bytes = _forms(folder, model)
     weights = plan_weights(shards, forms, HeldBytes(kernels, compute))
-    available = (memory or LinuxMemory()).available_bytes()
-    budgets = Budgets(config, shards, weights, available, kernels == "native", folder)
+    free = min(gpus) * len(gpus) if gpus else LinuxMemory().available_bytes()
+    available = free if memory is None else memory.available_bytes()
+    budgets = Budgets(config, shards, weights, available, folder, native=kernels == "native", on_gpu=bool(gpus))
     used = resolve_kv_mode(config.kv_cache_dtype or "auto", compute)
     cache_layout(model, used, config.block_size or MIN_BLOCK_SIZE)  # refuses a format that this cache cannot have
     return ModelPlan(
@@ -108,14 +112,15 @@ def _forms(folder: Path, model: ModelConfig) -> tuple[Callable[[ModuleSpec], Sto
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """What the ranks, all on this machine, leave for their caches."""
+    """What the ranks, all on this machine or its GPUs, leave for their caches."""
 
     config: LauncherConfig
     shards: ShardPlan
     weights: WeightPlan
     available_bytes: int
-    native: bool
     folder: Path
+    native: bool
+    on_gpu: bool
 
     def cache(self, mode: KVMode, in_use: bool) -> CachePlan:
         """The plan of one number format, on the rank that fits least."""
@@ -161,11 +166,12 @@ class Budgets:
         return step_workspace(sizes.bytes_of, model.vocab_size, self._limits(), self._engine())
 
     def _engine(self) -> EngineConfig:
-        return EngineConfig(
+        settings = EngineConfig(
             request_logprobs=self.config.enable_prefill_logprobs,
             kv_memory_bytes=self.config.kv_memory,
             max_batch_size=self.config.max_batch_size,
         )
+        return settings.on_gpu() if self.on_gpu else settings
 
     def _limits(self) -> Limits:
         limits = Limits(

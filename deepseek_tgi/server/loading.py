@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deepseek_tgi.config import ShardConfig
@@ -14,8 +13,6 @@ from deepseek_tgi.server.engine_api import EngineApi
 if TYPE_CHECKING:
     from deepseek_tgi.adapters.base import LoadOptions
 
-GPU_FRACTION, GPU_REQUESTS = 0.95, 1 << 20
-"""A GPU is the shard's own: the cache takes all that a worst-case step leaves but a little."""
 Count = Callable[[str, int], None]
 Report = Callable[[float], None]
 """Told how many percent of the weights are loaded; what it raises ends the load."""
@@ -80,6 +77,6 @@ def load_engine(config: ShardConfig, count: Count, report: Report | None = None)
         world_size=config.world_size,
     )
     if adapter.info.device_type != "cpu":
-        settings = replace(settings, kv_memory_fraction=GPU_FRACTION, kv_full_requests=GPU_REQUESTS)
+        settings = settings.on_gpu()
     engine: EngineApi = Engine(adapter, settings, count, memory_of(adapter.info.device, config.cuda_memory_fraction))
     return engine
