@@ -30,6 +30,7 @@ TRITON_PROVIDERS: tuple[str, ...] = ("deepseek_tgi.kernels.paged_attention.trito
 """Modules with a `provide` of Triton kernels; in this order, later ones see what earlier ones brought."""
 CUDA_PROVIDERS: tuple[str, ...] = (
     "deepseek_tgi.kernels.int4_linear.cuda",
+    "deepseek_tgi.kernels.dense_linear.cuda",
     "deepseek_tgi.kernels.kv_write.cuda",
     "deepseek_tgi.kernels.paged_attention.cuda",
     "deepseek_tgi.kernels.qkv_attention.cuda",

@@ -1,0 +1,61 @@
+"""Dense linear of the GPU's set: the kernel in the emulator, the products by torch on any device."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from emulation.emulated import EmulatedPrograms
+from oracles import kernels as oracle
+
+from deepseek_tgi.kernels.cuda.machine import Machine
+from deepseek_tgi.kernels.dense_linear.cuda import DenseOps, Packer
+
+OPS = DenseOps(Machine(EmulatedPrograms(), 3, 90))
+PACKER = Packer(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 9, 33], ids=lambda m: f"M{m}")
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_exact_weight_is_multiplied_in_float32(rows: int, x_dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 260).to(x_dtype), torch.randn(37, 260)
+    bias, residual = torch.randn(37), torch.randn(rows, 37)
+    y = OPS.dense_linear(x[:, :256], PACKER.pack_dense(weight[:, :256], exact=True), bias, residual)
+    wide = x[:, :256].double().numpy()
+    expected = oracle.linear(wide, weight[:, :256].numpy(), bias.numpy(), residual.numpy())
+    # 256 additions, each within 2**-24 of the running sum, seldom beyond twice the root of 256 of them.
+    size = abs(wide) @ abs(weight[:, :256].double().numpy()).T
+    assert y.dtype == torch.float32
+    assert (abs(y.numpy() - expected) <= 2 * math.sqrt(256) * 2**-24 * size + 2**-22).all()
+
+
+@pytest.mark.parametrize("rows", [1, 40], ids=lambda m: f"M{m}")
+def test_sums_of_a_bfloat16_weight_are_not_rounded(rows: int) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 96).bfloat16(), torch.randn(40, 96).bfloat16()
+    y = OPS.dense_linear(x, PACKER.pack_dense(weight))
+    expected = oracle.linear(x.double().numpy(), weight.double().numpy())
+    assert abs(y.numpy() - expected).max() <= 2**-18 * abs(expected).max()
+
+
+def test_an_fp8_weight_is_widened_for_its_product() -> None:
+    torch.manual_seed(0)
+    codes = torch.randn(40, 200).to(torch.float8_e4m3fn)
+    scales = torch.rand(40, 2) + 0.5
+    x = torch.randn(5, 200).bfloat16()
+    y = OPS.dense_linear(x, PACKER.pack_fp8(codes, scales, 128))
+    weight = codes.double().numpy() * scales.double().repeat_interleave(128, 1)[:, :200].numpy()
+    # Widened weights are rounded to bfloat16, by 2**-9 of each at most.
+    size = abs(x.double().numpy()) @ abs(weight).T
+    assert (abs(y.numpy() - oracle.linear(x.double().numpy(), weight)) <= 2**-9 * size).all()
+
+
+def test_output_may_be_the_residual() -> None:
+    torch.manual_seed(0)
+    packed, x, residual = PACKER.pack_dense(torch.randn(40, 96), exact=True), torch.randn(3, 96), torch.randn(3, 40)
+    expected = OPS.dense_linear(x, packed, None, residual)
+    out = residual.clone()
+    assert OPS.dense_linear(x, packed, None, out, out) is out
+    assert torch.equal(out, expected)
