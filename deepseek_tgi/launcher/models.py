@@ -141,9 +141,9 @@ def load_behind_tgi(stem: str, model: str, fields: dict[str, Any], say: Say) -> 
     with grpc.insecure_channel(f"unix:{paths[0]}") as channel:
         stub = ModelControlStub(channel)
         try:
-            generations = [each.generation for each in stub.Status(pb.StatusRequest()).models]
+            generation = stub.Status(pb.StatusRequest()).newest + 1
             source = pb.Source(model_id=str(Path(model).resolve()) if Path(model).is_dir() else model, **fields)
-            request = pb.LoadRequest(generation=max([*generations, 0]) + 1, source=source, compatible=True)
+            request = pb.LoadRequest(generation=generation, source=source, compatible=True)
             for step in stub.Load(request):
                 say(f"{step.stage} {step.percent:.0f} %")
         except grpc.RpcError as error:

@@ -200,14 +200,16 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("models", "published", "available_bytes")
+    __slots__ = ("models", "published", "available_bytes", "newest")
     MODELS_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     AVAILABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
     published: int
     available_bytes: int
-    def __init__(self, models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., published: _Optional[int] = ..., available_bytes: _Optional[int] = ...) -> None: ...
+    newest: int
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., published: _Optional[int] = ..., available_bytes: _Optional[int] = ..., newest: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("generation", "model_id", "revision", "state", "stage", "percent", "weight_bytes", "cache_bytes", "reason")

@@ -37,6 +37,7 @@ class Router:
     models: Models
     changes: ModelChanges | None
     state: RouterState
+    owner: Owner
     directory: Directory
     table: Mapping[tuple[str, str], Handler]
 
@@ -75,7 +76,7 @@ def assemble(
         changes = ModelChanges(shared, models, ControlClient(shards.channels), generation)
         if config.admin_token is not None:
             table |= AdminApi(first.state, changes, config.admin_token).table()
-    return Router(RouterApp(first.state, table), models, changes, first.state, directory, table)
+    return Router(RouterApp(first.state, table), models, changes, first.state, shared.owner, directory, table)
 
 
 def _ready_owner(model: str) -> Owner:

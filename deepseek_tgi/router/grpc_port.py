@@ -44,7 +44,7 @@ class GrpcPort:
         calls = Calls(Doorkeeper.of(config), state.traffic, state.spans, state.infer)
         self._server = grpc.aio.server(options=options_of(config), maximum_concurrent_rpcs=None)
         fmaas_pb2_grpc.add_GenerationServiceServicer_to_server(FmaasService(calls, router.models), self._server)
-        service = InferenceService(calls, router.models, router.changes)
+        service = InferenceService(calls, router.models, router.changes, router.owner)
         inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
         names = [FMAAS, INFERENCE, *(add(self._server) for add in more), reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)

@@ -12,6 +12,7 @@ from deepseek_tgi import __version__
 from deepseek_tgi.errors import RequestError
 from deepseek_tgi.pb import inference_pb2 as pb
 from deepseek_tgi.pb import inference_pb2_grpc
+from deepseek_tgi.probes.owner import Owner
 from deepseek_tgi.router.grpc_calls import Calls, ForbiddenError, UnknownModelError, answered, streamed
 from deepseek_tgi.router.model_changes import PLANS, ModelChanges, Wish
 from deepseek_tgi.router.models import Models
@@ -33,19 +34,20 @@ KNOWN = frozenset(
 class InferenceService(inference_pb2_grpc.GRPCInferenceServiceServicer):
     """Facts are told to anybody; generating and changing the model is not."""
 
-    def __init__(self, calls: Calls, models: Models, changes: ModelChanges | None) -> None:
+    def __init__(self, calls: Calls, models: Models, changes: ModelChanges | None, owner: Owner) -> None:
         self.calls = calls
+        self._owner = owner
         self._models = models
         self._changes = changes
 
     @answered
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Any) -> pb.ServerLiveResponse:
-        """The event loop answers, so the process lives."""
-        return pb.ServerLiveResponse(live=True)
+        """As every probe says."""
+        return pb.ServerLiveResponse(live=self._owner.current.report.live)
 
     @answered
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
-        """True if some model takes requests."""
+        """As every probe says: true if some model takes requests."""
         return pb.ServerReadyResponse(ready=self._ready())
 
     @answered
@@ -155,7 +157,7 @@ class InferenceService(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return self._changes
 
     def _ready(self) -> bool:
-        return self._models.open is not None and not self.calls.traffic.draining
+        return self._owner.current.report.ready
 
     def _named(self, model: ServedModel | None, name: str, version: str) -> ServedModel:
         if model is None or name != model.name or not _is_version(version, model):

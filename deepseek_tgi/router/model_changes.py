@@ -255,7 +255,7 @@ class ModelChanges:
 
         `known` is how it was served before, if it was.
         """
-        self._generation += 1
+        self._generation = max([self._generation, *(each.newest for each in await self._control.status())]) + 1
         generation = self._generation
         config = self._shared.config
         source = self.repository.resolve(wish.model_id)

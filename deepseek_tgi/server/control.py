@@ -195,6 +195,7 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
         return pb.StatusResponse(
             models=models,
             published=0 if published is None else published.generation,
+            newest=self._models.newest,
             available_bytes=max(0, memory_of(self._device).available_bytes() - self._reserved()),
         )
 

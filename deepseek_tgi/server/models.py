@@ -64,12 +64,15 @@ class Held:
 
 
 class Models:
-    """Owner of the engines; changed on the event loop only. The engine's thread runs what it is given."""
+    """Owner of the engines; changed on the event loop only. The engine's thread runs what it is given.
+
+    `newest` is the largest generation that was ever asked for.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, Held] = {}
         self.published: Held | None = None
-        self._highest = 0
+        self.newest = 0
 
     def all(self) -> list[Held]:
         """Every model, oldest first."""
@@ -95,13 +98,13 @@ class Models:
 
     def claim(self, generation: int) -> None:
         """Take a number for a model that will be loaded. Raises `RequestError` for one that is not new."""
-        if generation <= self._highest:
-            raise RequestError(f"generation: got {generation}, expected more than {self._highest}, the newest so far")
-        self._highest = generation
+        if generation <= self.newest:
+            raise RequestError(f"generation: got {generation}, expected more than {self.newest}, the newest so far")
+        self.newest = generation
 
     def add(self, held: Held) -> None:
         """Let calls that name it reach a model."""
-        self._highest = max(self._highest, held.generation)
+        self.newest = max(self.newest, held.generation)
         self._held[held.generation] = held
 
     def publish(self, generation: int) -> int:

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from builders import tiny_checkpoint
-from launched_server import LaunchedServer, await_true
+from launched_server import LaunchedServer, await_true, run_to_the_end
 from oracles.greedy import GreedyOracle
 from tokenizers import Tokenizer
 
@@ -365,6 +367,51 @@ def test_without_the_token_nothing_is_told_or_changed(fresh: Site, token: str) -
     assert fresh.admin("", token=token).status_code == 401
     assert fresh.admin("/load", {"model_id": "two"}, token=token).status_code == 401
     assert fresh.serving() == "one"
+
+
+def models(site: Site, *argv: str, token: str | None = TOKEN) -> subprocess.CompletedProcess[str]:
+    """`deepseek-tgi models …` against the site."""
+    environment = {k: v for k, v in os.environ.items() if k != "DEEPSEEK_TGI_ADMIN_TOKEN"}
+    if token is not None:
+        environment["DEEPSEEK_TGI_ADMIN_TOKEN"] = token
+    command = [sys.executable, "-m", "deepseek_tgi.cli", "models", *argv, "--url", site.server.url]
+    return run_to_the_end(command, env=environment)
+
+
+def test_the_command_line_changes_models_and_shows_progress(fresh: Site) -> None:
+    loaded = models(fresh, "load", "two")
+    assert loaded.returncode == 0, loaded.stderr
+    lines = loaded.stdout.splitlines()
+    assert {"loading 100 %", "proving 100 %"} <= set(lines)
+    assert lines[-1].startswith("load two: done by the plan beside in ")
+    assert fresh.speaker(PROMPTS[0], fresh.says(PROMPTS[0])) == "two"
+    listed = models(fresh, "list").stdout
+    assert "serving   two (ready" in listed
+    assert "available one" in listed
+    failed = models(fresh, "load", "spoiled")
+    assert failed.returncode == 1
+    assert "spoiled/model.safetensors" in failed.stderr
+    assert "failed  load spoiled" in models(fresh, "status").stdout
+    assert models(fresh, "sleep").returncode == models(fresh, "wake").returncode == 0
+    assert models(fresh, "unload").returncode == 0
+    assert "serving   nothing" in models(fresh, "list").stdout
+    assert models(fresh, "load", str(fresh.repository / "one")).returncode == 0
+    for token, text in (("wrong", "does not take this token"), (None, "no token; give --token")):
+        refused = models(fresh, "list", token=token)
+        assert refused.returncode == 2
+        assert text in refused.stderr
+
+
+def test_behind_tgis_router_the_command_line_talks_to_the_shards(fresh: Site) -> None:
+    """Here the embedded router stands in front, which must not mind; what may follow what is tested elsewhere."""
+    argv = ["load", str(fresh.repository / "spoiled"), "--socket", str(fresh.server.uds_stem)]
+    failed = models(fresh, *argv)
+    assert failed.returncode == 1
+    assert "model.safetensors" in failed.stderr
+    nowhere = models(fresh, "load", "x", "--socket", "/nowhere/at-all")
+    assert nowhere.returncode == 1
+    assert "no shard's socket is there" in nowhere.stderr
+    assert fresh.load("two")["state"] == "done"
 
 
 def test_memory_comes_back(fresh: Site) -> None:

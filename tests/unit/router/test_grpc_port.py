@@ -1,0 +1,163 @@
+"""Who may come in at the gRPC port: certificates, keys, and options that contradict each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from router_bench import router_bench
+
+from deepseek_tgi.errors import ConfigError, ResourceError
+from deepseek_tgi.pb import fmaas_pb2, fmaas_pb2_grpc, inference_pb2, inference_pb2_grpc
+from deepseek_tgi.router.config import RouterConfig
+from deepseek_tgi.router.grpc_port import GrpcPort, credentials_of
+from deepseek_tgi.router.stop_text import StopText
+
+WISH = fmaas_pb2.BatchedGenerationRequest(requests=[fmaas_pb2.GenerationRequest(text="hello")])
+LOAD = inference_pb2.RepositoryModelLoadRequest(model_name="other")
+
+
+@dataclasses.dataclass(frozen=True)
+class Authority:
+    """A CA made with openssl, and what it signed."""
+
+    folder: Path
+
+    def openssl(self, *argv: str) -> None:
+        subprocess.run(["openssl", *argv], cwd=self.folder, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+
+    @classmethod
+    def make(cls, folder: Path) -> Authority:
+        folder.mkdir()
+        found = cls(folder)
+        request = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=authority"]
+        found.openssl(*request, "-keyout", "ca.key", "-out", "ca.pem")
+        return found
+
+    def sign(self, name: str) -> None:
+        subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost"]
+        self.openssl(
+            *("req", "-newkey", "rsa:2048", "-nodes", *subject), "-keyout", f"{name}.key", "-out", f"{name}.csr"
+        )
+        signing = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-copy_extensions", "copy"]
+        self.openssl("x509", "-req", "-in", f"{name}.csr", *signing, "-out", f"{name}.pem")
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def read(self, name: str) -> bytes:
+        return (self.folder / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificates")
+    found = Authority.make(tmp_path_factory.mktemp("tls") / "ca")
+    for name in ("server", "client"):
+        found.sign(name)
+    return found
+
+
+@asynccontextmanager
+async def served(folder: Path, **options: Any) -> AsyncIterator[int]:
+    async with router_bench(folder) as bench:
+        config = dataclasses.replace(bench.router.state.config, hostname="127.0.0.1", grpc_port=0, **options)
+        port = GrpcPort(config, bench.router)
+        await port.start()
+        try:
+            yield port.port
+        finally:
+            await port.stop(1)
+
+
+async def status(call: Any) -> grpc.StatusCode:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_only_clients_with_a_signed_certificate_come_in_and_they_may_do_all(
+    tmp_path: Path, authority: Authority
+) -> None:
+    tls = {"grpc_tls_cert": authority.path("server.pem"), "grpc_tls_key": authority.path("server.key")}
+    trusting = {"root_certificates": authority.read("ca.pem")}
+    signed = grpc.ssl_channel_credentials(
+        private_key=authority.read("client.key"), certificate_chain=authority.read("client.pem"), **trusting
+    )
+    async with served(tmp_path, **tls, grpc_client_ca=authority.path("ca.pem"), api_key="k") as port:
+        address = f"localhost:{port}"
+        async with grpc.aio.secure_channel(address, signed) as channel:
+            generation: Any = fmaas_pb2_grpc.GenerationServiceStub(channel)
+            inference: Any = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+            assert len((await generation.Generate(WISH)).responses) == 1
+            # Let in, and told what is missing: these shards hold one model for good.
+            assert await status(inference.RepositoryModelLoad(LOAD)) is grpc.StatusCode.PERMISSION_DENIED
+        async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(**trusting)) as channel:
+            stranger: Any = fmaas_pb2_grpc.GenerationServiceStub(channel)
+            assert await status(stranger.Generate(WISH, timeout=5)) is grpc.StatusCode.UNAVAILABLE
+        async with grpc.aio.insecure_channel(address) as channel:
+            plain: Any = fmaas_pb2_grpc.GenerationServiceStub(channel)
+            assert await status(plain.Generate(WISH, timeout=5)) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_without_a_token_nobody_changes_models(tmp_path: Path) -> None:
+    async with served(tmp_path) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        bearer = (("authorization", "Bearer "),)
+        assert await status(stub.RepositoryModelLoad(LOAD)) is grpc.StatusCode.PERMISSION_DENIED
+        assert await status(stub.RepositoryModelLoad(LOAD, metadata=bearer)) is grpc.StatusCode.PERMISSION_DENIED
+        assert (await stub.ServerReady(inference_pb2.ServerReadyRequest())).ready
+
+
+async def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    async with served(tmp_path) as port, router_bench(tmp_path / "other") as bench:
+        config = dataclasses.replace(bench.router.state.config, hostname="127.0.0.1", grpc_port=port)
+        with pytest.raises(ResourceError, match=f"127.0.0.1:{port}"):
+            GrpcPort(config, bench.router)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"grpc_tls_cert": "a.pem"}, "belong together"),
+        ({"grpc_tls_key": "a.key"}, "belong together"),
+        ({"grpc_client_ca": "ca.pem"}, "over TLS only"),
+        ({"grpc_tls_cert": "/nowhere.pem", "grpc_tls_key": "/nowhere.key"}, "/nowhere"),
+    ],
+)
+def test_certificates_that_do_not_fit_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        credentials_of(RouterConfig(**options))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(
+    ("pieces", "stops", "kept", "left_out"),
+    [
+        (["ab", "c<", "s", "top>"], ("<stop>",), "abc<stop>", "abc"),
+        (["a<st", "b<sto", "c"], ("<stop>",), "a<stb<stoc", "a<stb<stoc"),
+        (["aa", "ab"], ("aab", "ab"), "aaab", "a"),
+        (["x", "y"], (), "xy", "xy"),
+    ],
+)
+def test_text_is_shown_as_it_comes_but_never_what_is_left_out(
+    pieces: list[str], stops: tuple[str, ...], kept: str, left_out: str, keeps: bool
+) -> None:
+    shown = StopText(stops, keeps)
+    out = [shown.feed(piece) for piece in pieces[:-1]]
+    out.append(shown.finish("".join(pieces)))
+    assert "".join(out) == (kept if keeps else left_out)
+    if keeps:
+        assert out == pieces
