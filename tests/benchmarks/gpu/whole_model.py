@@ -33,7 +33,7 @@ from tests.benchmarks.measure import circumstances
 MODELS = {"llama": LLAMA_8B, "qwen": QWEN_7B, "lite": V2_LITE}
 BATCHES, CONTEXTS, PROMPTS = (1, 16, 32), (1024, 8192, 32768), (512, 4096, 32768)
 MAX_TOKENS = 33024
-STEPS, REPEATS = 20, 5
+STEPS, REPEATS, SAMPLE_S = 20, 5, 0.1
 _LEFT_FREE_BYTES = 6 << 30
 
 
@@ -112,10 +112,15 @@ def decode_row(run: Run, batch: int, context: int, bandwidth: float) -> dict[str
     """One decode step of `batch` requests with `context` tokens each, the new one included."""
     pool, inputs = cache_and_inputs(run, batch, context)
     run.adapter.open_pool(pool, batch, MAX_TOKENS)
-    logits = run.adapter.step(inputs, pool)
-    finite = bool(logits.isfinite().all())
-    device = [_device_seconds(run, lambda: run.adapter.step(inputs, pool)) for _ in range(REPEATS)]
-    wall = [_wall_seconds(lambda: run.adapter.step(inputs, pool).argmax(-1).tolist()) for _ in range(REPEATS)]
+    finite = bool(run.adapter.step(inputs, pool).isfinite().all())
+
+    def read_back() -> list[int]:
+        found: list[int] = run.adapter.step(inputs, pool).argmax(-1).tolist()
+        return found
+
+    steps = max(2, min(STEPS, int(SAMPLE_S / _wall_seconds(read_back, 2))))
+    device = [_device_seconds(run, lambda: run.adapter.step(inputs, pool), steps) for _ in range(REPEATS)]
+    wall = [_wall_seconds(read_back, steps) for _ in range(REPEATS)]
     run.adapter.close_pool()
     pool.close()
     _forget()
@@ -203,19 +208,19 @@ def read_bandwidth(device: torch.device) -> float:
     return best
 
 
-def _device_seconds(run: Run, step: Callable[[], object]) -> float:
+def _device_seconds(run: Run, step: Callable[[], object], steps: int) -> float:
     if run.device.type != "cuda":
-        return _wall_seconds(step)
+        return _wall_seconds(step, steps)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
-    for _ in range(STEPS):
+    for _ in range(steps):
         step()
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / STEPS
+    return float(start.elapsed_time(end)) / 1e3 / steps
 
 
-def _wall_seconds(step: Callable[[], object], steps: int = STEPS) -> float:
+def _wall_seconds(step: Callable[[], object], steps: int) -> float:
     started = time.perf_counter()
     for _ in range(steps):
         step()

@@ -102,7 +102,7 @@ def test_memory_that_is_asked_for_is_what_is_planned(tmp_path: Path) -> None:
     assert got.tokens_here == got.tokens_per_gib == 8192
     short = cache(plan_of(tmp_path, fields, free=16 * GIB, kv_memory=12 * GIB), "bfloat16")
     assert short.tokens_here == 0
-    assert "lower DEEPSEEK_TGI_KV_MEMORY" in short.why
+    assert "lower --kv-memory" in short.why
 
 
 def test_the_tokenizers_own_limit_bounds_what_is_useful(tmp_path: Path) -> None:
