@@ -41,12 +41,13 @@ PARTS = (
     Part("moe"),
     Part(
         "whole_model",
-        usual=tuple(
-            "--cache int8 --batches 1 16 32 --contexts 1024 8192 --prompts 512 4096 --rpc".split(),
+        usual=(
+            *("--cache", "int8", "--batches", "1", "16", "32", "--contexts", "1024", "8192"),
+            *("--prompts", "512", "4096", "--rpc"),
         ),
     ),
     Part("load"),
-)  # fmt: skip
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
