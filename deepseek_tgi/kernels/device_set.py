@@ -29,6 +29,11 @@ logger = logging.getLogger(__name__)
 TRITON_PROVIDERS: tuple[str, ...] = ("deepseek_tgi.kernels.paged_attention.triton",)
 """Modules with a `provide` of Triton kernels; in this order, later ones see what earlier ones brought."""
 CUDA_PROVIDERS: tuple[str, ...] = (
+    "deepseek_tgi.kernels.rms_norm.cuda",
+    "deepseek_tgi.kernels.rope.cuda",
+    "deepseek_tgi.kernels.silu_mul.cuda",
+    "deepseek_tgi.kernels.route.cuda",
+    "deepseek_tgi.kernels.moe.cuda",
     "deepseek_tgi.kernels.int4_linear.cuda",
     "deepseek_tgi.kernels.dense_linear.cuda",
     "deepseek_tgi.kernels.kv_write.cuda",

@@ -82,12 +82,15 @@ class Compiled:
         return sum(n for name, n in self.instructions.items() if re.fullmatch(pattern, name))
 
 
-def disassemble(cubin: Path) -> Compiled:
-    """Read a cubin that holds one kernel."""
+def disassemble(cubin: Path, name: str | None = None) -> Compiled:
+    """Read the kernel `name` of a cubin, or the only one it holds."""
     usage = _tool("cuobjdump", "-res-usage", str(cubin))
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    found = re.search(rf"Function {name or '.*'}:\s+REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     code = _tool("nvdisasm", "-c", str(cubin))
+    if name is not None:  # from its section to the next one
+        _, _, code = code.partition(f".section\t.text.{name},")
+        code, _, _ = code.partition(".section\t")
     # "        /*0010*/  @!P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;"
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", code)
     assert names, code[:1000]
@@ -100,7 +103,7 @@ def compile_cuda(spec: KernelSpec, arch: str, folder: Path) -> Compiled:
 
     target = folder / f"{spec.name}-{arch}.cubin"
     target.write_bytes(compile_source(spec, arch))
-    return disassemble(target)
+    return disassemble(target, spec.name)
 
 
 def compile_triton(kernels: list[TritonKernel], folder: Path) -> dict[tuple[str, str], Path]:

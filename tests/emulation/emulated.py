@@ -67,15 +67,15 @@ def _slot(kind: str, value: Argument) -> Any:
 
 
 def _library(spec: KernelSpec) -> Path:
-    """The kernel as a shared library, built once for its sources and macros."""
+    """The source's kernels as a shared library, built once for its macros."""
     state = hashlib.sha256()
     for source in sorted([*SOURCE_FOLDER.iterdir(), *HERE.glob("*.h")]):
         if source.is_file():
             state.update(source.name.encode() + source.read_bytes())
-    state.update(repr((spec.source, spec.name, spec.flags, FLAGS)).encode())
+    state.update(repr((spec.source, spec.flags, FLAGS)).encode())
     folder = Path(tempfile.gettempdir()) / f"deepseek-tgi-emulation-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    target = folder / f"{spec.name}-{state.hexdigest()[:20]}.so"
+    target = folder / f"{spec.source}-{state.hexdigest()[:20]}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as work:
             built = Path(work) / target.name

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
+from emulation.emulated import EmulatedPrograms
 
 from deepseek_tgi.kernels.common import ComputeDtype
 from deepseek_tgi.kernels.compiler import PORTABLE_FLAGS, find_compiler
 from deepseek_tgi.kernels.library import BuildError, load
+from deepseek_tgi.kernels.rms_norm.cuda import CudaRmsNorm
+from deepseek_tgi.kernels.rope.cuda import CudaRope
+from deepseek_tgi.kernels.route.cuda import CudaRoute
 from deepseek_tgi.kernels.select import KernelSet, native_kernels, select_kernels
+from deepseek_tgi.kernels.silu_mul.cuda import CudaSiluMul
 
 THREADS = 2
 EXACT = ComputeDtype.FLOAT32
 NATIVE = ("native", "native-portable")
+EMULATED = "emulated"
+"""The row ops of the GPU's set, their kernels emulated; the rest are torch's."""
 
 
 @cache
 def make_kernels(name: str, compute_dtype: ComputeDtype) -> KernelSet:
     """The named set; skips the test where no compiler is."""
+    if name == EMULATED:
+        return emulated_row_ops(make_kernels("torch", compute_dtype))
     before = torch.get_num_threads()
     try:
         if name not in NATIVE:
@@ -33,13 +43,33 @@ def make_kernels(name: str, compute_dtype: ComputeDtype) -> KernelSet:
         torch.set_num_threads(before)
 
 
+def emulated_row_ops(rest: KernelSet) -> KernelSet:
+    """`rest` with the ops on rows as a GPU runs them."""
+    programs = EmulatedPrograms()
+    return replace(
+        rest,
+        name=EMULATED,
+        rms_norm=CudaRmsNorm(programs, torch.float32),
+        rope=CudaRope(programs),
+        silu_mul=CudaSiluMul(programs),
+        route=CudaRoute(programs),
+    )
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     """Every test sees the same numbers on every run."""
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["reference", "torch", *NATIVE])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`kernels` is every implementation; a module whose ops run emulated says so as `ALSO`."""
+    if "kernels" in metafunc.fixturenames:
+        names = ["reference", "torch", *NATIVE, *getattr(metafunc.module, "ALSO", ())]
+        metafunc.parametrize("kernels", names, indirect=True)
+
+
+@pytest.fixture
 def kernels(request: pytest.FixtureRequest) -> KernelSet:
     """Every implementation, float32 compute."""
     return make_kernels(request.param, EXACT)

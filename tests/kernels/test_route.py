@@ -13,6 +13,8 @@ from deepseek_tgi.errors import GenerationError
 from deepseek_tgi.kernels.route import GroupRank, Routing, Scoring
 from deepseek_tgi.kernels.select import KernelSet
 
+ALSO = ("emulated",)
+"""See `conftest`: the GPU's kernels as well."""
 GATES = {
     "V2-Lite": Gate(64, 6),
     "V2": Gate(160, 6, "softmax", "group_limited_greedy", 8, 3, False, 16.0),

@@ -10,6 +10,8 @@ from oracles import kernels as oracle
 from deepseek_tgi.errors import GenerationError
 from deepseek_tgi.kernels.select import KernelSet
 
+ALSO = ("emulated",)
+"""See `conftest`: the GPU's kernels as well."""
 WIDTHS = [1, 15, 16, 17, 64, 65, 576]  # either side of a vector and of four vectors
 EPS = 1e-5
 

@@ -32,30 +32,39 @@ class DriverPrograms:
         self.arch = arch_of(major, minor)
         self._overlaps = major >= 9
         self._kernels: dict[KernelSpec, DriverKernel] = {}
+        self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
 
     def kernel(self, spec: KernelSpec) -> Kernel:
         """See `Programs`. Raises `DeviceError` if the source does not compile or does not load."""
         found = self._kernels.get(spec)
         if found is None:
             with torch.cuda.device(self._device):
-                found = DriverKernel(spec, machine_code(spec, self.arch), self._device, self._overlaps)
+                found = DriverKernel(spec, self._module(spec), self._device, self._overlaps)
             self._kernels[spec] = found
         return found
+
+    def _module(self, spec: KernelSpec) -> Any:
+        """All kernels of the spec's source under its macros, loaded."""
+        from cuda.bindings import driver
+
+        key = (spec.source, spec.flags)
+        if key not in self._modules:
+            torch.zeros(1, device=self._device)  # the context is current from here on
+            self._modules[key] = _checked(driver.cuModuleLoadData(machine_code(spec, self.arch)), spec.name)
+        return self._modules[key]
 
 
 class DriverKernel:
     """See `Kernel`. Arguments must live on the kernel's device; the caching allocator keeps their memory in order."""
 
-    def __init__(self, spec: KernelSpec, code: bytes, device: torch.device, overlaps: bool) -> None:
+    def __init__(self, spec: KernelSpec, module: Any, device: torch.device, overlaps: bool) -> None:
         from cuda.bindings import driver
 
         self._driver = driver
         self._spec = spec
         self._device = device
         self._overlaps = overlaps
-        torch.zeros(1, device=device)  # the context is current from here on
-        self._module = _checked(driver.cuModuleLoadData(code), spec.name)
-        self._function = _checked(driver.cuModuleGetFunction(self._module, spec.name.encode()), spec.name)
+        self._function = _checked(driver.cuModuleGetFunction(module, spec.name.encode()), spec.name)
         if spec.shared_bytes > _STATIC_SHARED_LIMIT:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuFuncSetAttribute(self._function, attribute, spec.shared_bytes), spec.name)

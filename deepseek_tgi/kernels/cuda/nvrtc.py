@@ -25,7 +25,7 @@ def arch_of(major: int, minor: int) -> str:
 
 
 def machine_code(spec: KernelSpec, arch: str) -> bytes:
-    """The kernel's cubin for `arch`, from the cache or compiled now (about a second).
+    """The cubin of the kernel's source for `arch`, from the cache or compiled now (about a second).
 
     Raises `DeviceError` with the compiler's own words.
     """
@@ -74,9 +74,9 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 def _kept(spec: KernelSpec, arch: str) -> Path:
     state = hashlib.sha256(_sources_and_compiler())
-    for part in (spec.source, spec.name, arch, *_FLAGS, *spec.flags):
+    for part in (spec.source, arch, *_FLAGS, *spec.flags):
         state.update(part.encode() + b"\0")
-    return cache_folder() / "cuda" / f"{spec.name}-{arch}-{state.hexdigest()[:20]}.cubin"
+    return cache_folder() / "cuda" / f"{spec.source}-{arch}-{state.hexdigest()[:20]}.cubin"
 
 
 @cache

@@ -20,7 +20,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 #ifdef DEEPSEEK_TGI_EMULATED
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 #endif
 
 // 16-bit floats travel as bits: bf16 and half are told apart by the primitive that reads them.

@@ -1,0 +1,61 @@
+"""RMS norm on an NVIDIA GPU: one block a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepseek_tgi.kernels.common import ACTIVATIONS
+from deepseek_tgi.kernels.cuda.machine import machine_of
+from deepseek_tgi.kernels.cuda.program import Kernel, Programs, spec
+from deepseek_tgi.kernels.rms_norm import check_rms_norm
+
+if TYPE_CHECKING:
+    from deepseek_tgi.kernels.select import KernelSet
+
+
+def provide(kernels: KernelSet) -> KernelSet:
+    """See `kernels.device_set`."""
+    return replace(kernels, rms_norm=CudaRmsNorm(machine_of(kernels.device).programs, kernels.activation_dtype))
+
+
+class CudaRmsNorm:
+    """The op over the kernels of one device; a fresh `out` has the activation dtype."""
+
+    def __init__(self, programs: Programs, activation: torch.dtype) -> None:
+        self._programs = programs
+        self._activation = activation
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See the contract."""
+        check_rms_norm(x, weight, out, dtypes=ACTIVATIONS)
+        if out is None:
+            out = torch.empty(x.shape, dtype=self._activation, device=x.device)
+        width = x.shape[-1]
+        if x.dim() == 2:
+            self._rows(x, weight, eps, out)
+        else:
+            for head in range(x.shape[1]):
+                self._rows(x[:, head], weight, eps, out[:, head])
+        assert width == out.shape[-1]
+        return out
+
+    def _rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        rows, width = x.shape
+        if rows:
+            threads = 128 if width <= 1024 else 512
+            arguments = (x, x.stride(0), weight, eps, out, out.stride(0), width)
+            self._kernel(x.dtype, out.dtype, threads)((rows, 1, 1), threads, arguments, overlap=True)
+
+    def _kernel(self, given: torch.dtype, made: torch.dtype, threads: int) -> Kernel:
+        narrow = torch.bfloat16
+        return self._programs.kernel(
+            spec(
+                "rms_norm", "rms_norm", "plpfpli",
+                THREADS=threads, X_BF16=int(given is narrow), OUT_BF16=int(made is narrow),
+            )
+        )  # fmt: skip

@@ -1,0 +1,43 @@
+"""Gated activation on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepseek_tgi.kernels.common import ACTIVATIONS
+from deepseek_tgi.kernels.cuda.machine import machine_of
+from deepseek_tgi.kernels.cuda.program import Programs, spec
+from deepseek_tgi.kernels.silu_mul import check_silu_mul
+
+THREADS = 256
+
+if TYPE_CHECKING:
+    from deepseek_tgi.kernels.select import KernelSet
+
+
+def provide(kernels: KernelSet) -> KernelSet:
+    """See `kernels.device_set`."""
+    return replace(kernels, silu_mul=CudaSiluMul(machine_of(kernels.device).programs))
+
+
+class CudaSiluMul:
+    """The op over the kernels of one device."""
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+
+    def __call__(self, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See the contract."""
+        check_silu_mul(gate_up, out, dtypes=ACTIVATIONS)
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        if out is None:
+            out = gate_up.new_empty(rows, width)
+        if rows:
+            kernel = self._programs.kernel(
+                spec("silu_mul", "silu_mul", "ppi", BF16=int(gate_up.dtype is torch.bfloat16))
+            )
+            kernel((-(-width // THREADS), rows, 1), THREADS, (gate_up, out, width), overlap=True)
+        return out
