@@ -1,16 +1,26 @@
-"""INT4 linear: the kernel for few rows streams in 16-byte copies and multiplies in bfloat16 matrix instructions."""
+"""INT4 linear: the kernel for few rows streams in 16-byte copies and multiplies in bfloat16 matrix instructions; the
+one for many multiplies in a warpgroup's, and has no wait for each, which the compiler puts in where it cannot follow.
+"""
 
 from __future__ import annotations
 
-from compiled.kernels import MATRIX_BF16, WIDE_COPY, CudaKernel
+from compiled.kernels import HOPPER, MATRIX_BF16, WARPGROUP_MATRIX, WARPGROUP_WAIT, WIDE_COPY, CudaKernel
 
-from deepseek_tgi.kernels.cuda.program import spec
 from deepseek_tgi.kernels.int4_linear import dequantised
+from deepseek_tgi.kernels.int4_linear.panel import PanelShape, panel_spec
 from deepseek_tgi.kernels.int4_linear.stream import StreamCall, StreamShape, stream_spec
 
 CALL = StreamCall(group=128, scale_kind=1, x_bf16=True, out_bf16=True)
 MUST = (WIDE_COPY, MATRIX_BF16, r"LDSM\.16\.M88\.4", r"HFMA2\.BF16.*")
 ONE = StreamShape(split=8, depth=8, warps=16)
+
+
+def panel(tokens: int, warpgroups: int, stages: int, registers: int) -> CudaKernel:
+    """The kernel for many rows; two waits beside the loop's and the odd stage's."""
+    spec = panel_spec(PanelShape(tokens, warpgroups, stages), group=128, scale_kind=1, out_bf16=True)
+    must = (WIDE_COPY, WARPGROUP_MATRIX, r"HFMA2\.BF16.*")
+    return CudaKernel(spec, registers, must, archs=(HOPPER,), at_most=((WARPGROUP_WAIT, 5),))
+
 
 CUDA = [
     CudaKernel(stream_spec(ONE, CALL, rows=1, stages=32), 64, MUST),
@@ -21,11 +31,10 @@ CUDA = [
         archs=("sm_90a",),
     ),
     CudaKernel(
-        spec(
-            dequantised.SOURCE, dequantised.SOURCE, dequantised.SIGNATURE,
-            GROUP=128, SCALE_KIND=1, OUT_BF16=1, THREADS=128,
-        ),
+        dequantised.dequantise_spec(group=128, scale_kind=1, out_bf16=True),
         64,
-        (r"STG\.E\.128",),
+        (r"STG\.E\.128", r"LDG\.E\.64.*"),
     ),
+    panel(tokens=64, warpgroups=2, stages=6, registers=128),
+    panel(tokens=256, warpgroups=2, stages=4, registers=224),
 ]  # fmt: skip

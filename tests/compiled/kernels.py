@@ -29,17 +29,19 @@ WIDE_LOAD = r"LDG\.E\.(.*\.)?128.*"
 WIDE_COPY = r"LDGSTS\.E\.(.*\.)?128.*"
 MATRIX_BF16 = r"HMMA\.16816\.F32\.BF16"
 WARPGROUP_MATRIX = r"HGMMA\..*"
+WARPGROUP_WAIT = r"WARPGROUP\.DEPBAR.*"
 
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """A spec that ships, its bounds, and what its code must have on each architecture."""
+    """A spec that ships, its bounds, and what its code must have on each architecture, or `at_most` so often."""
 
     spec: KernelSpec
     max_registers: int
     must: tuple[str, ...] = ()
     archs: tuple[str, ...] = (HOPPER, AMPERE)
     must_not: tuple[str, ...] = ()
+    at_most: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         macros = "-".join(f"{key.lower()}{value}" for key, value in self.spec.defines)

@@ -24,6 +24,7 @@
 #define __constant__ static const
 #define __noinline__
 #define DEVICE static inline
+#define DEVICE_IN_CLASS inline
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -309,13 +310,14 @@ static inline void cluster_sync() {
   }
 }
 static inline u8* dynamic_shared() { return emulation::block->memory; }
-static inline float cluster_load(const float* shared, int rank) {
+template <class T>
+static inline T cluster_load(const T* shared, int rank) {
   using namespace emulation;
   const auto* at = reinterpret_cast<const unsigned char*>(shared);
   if (at < block->memory || at >= block->memory + SHARED_BYTES || unsigned(rank) >= cluster.size)
     fail("a cluster has no such place");
-  float r;
-  memcpy(&r, cluster.blocks[rank].memory + (at - block->memory), 4);
+  T r;
+  memcpy(&r, cluster.blocks[rank].memory + (at - block->memory), sizeof r);
   return r;
 }
 
@@ -620,3 +622,38 @@ static inline u32 turn_tile(u32 x) {
 
 static inline void wait_for_earlier() {}
 static inline void let_next_start() {}
+
+// Warpgroups: what the four warps bring is independent, so each warp computes its own 16 rows, at once.
+static inline u64 matrix_lines(const void* shared, int step) {
+  const auto* at = reinterpret_cast<const unsigned char*>(shared);
+  if ((at - emulation::block->memory) % 1024) emulation::fail("a matrix operand is not aligned to 1024 bytes");
+  return u64(at - emulation::block->memory) + u64(step) * 32;
+}
+static inline void warpgroup_fence() {}
+static inline void warpgroup_commit() {}
+template <int pending>
+static inline void warpgroup_wait() {}
+static inline void fence_for_matrices() {}
+template <int count>
+static inline void warpgroup_mma(float (&d)[count], const u32 (&a)[4], u64 b) {
+  const int lane = lane_id(), g = lane / 4, t = lane % 4;
+  double rows[2][16];
+  for (int from = 0; from < 4; from++)
+    for (int i = 0; i < 4; i++) {
+      u32 pair = shuffle(a[i], g * 4 + from);
+      rows[i % 2][i / 2 * 8 + from * 2] = bf16_low(pair);
+      rows[i % 2][i / 2 * 8 + from * 2 + 1] = bf16_high(pair);
+    }
+  for (int i = 0; i < count; i++) {
+    u64 line = u64(i / 4 * 8 + t * 2 + i % 2);
+    double total = d[i];
+    for (int k = 0; k < 16; k++) {
+      u64 at = b + line * 128 + u64(k) * 2;
+      at ^= (at >> 7 & 7) << 4;
+      u16 value;
+      memcpy(&value, emulation::block->memory + at, 2);
+      total += rows[i / 2 % 2][k] * double(bf16_float(value));
+    }
+    d[i] = float(total);
+  }
+}

@@ -38,6 +38,8 @@ def check(kernel: CudaKernel | TritonKernel, compiled: Any) -> None:
         assert compiled.count(pattern), f"no {pattern} among {sorted(compiled.instructions)}"
     for pattern in kernel.must_not:
         assert not compiled.count(pattern), f"{pattern} is there"
+    for pattern, most in getattr(kernel, "at_most", ()):
+        assert compiled.count(pattern) <= most, f"{pattern}: {compiled.count(pattern)}"
 
 
 @pytest.mark.parametrize(("kernel", "arch"), CUDA, ids=[f"{kernel}-{arch}" for kernel, arch in CUDA])

@@ -12,7 +12,8 @@ from oracles import kernels as oracle
 
 from deepseek_tgi.errors import GenerationError
 from deepseek_tgi.kernels.cuda.machine import Machine
-from deepseek_tgi.kernels.int4_linear import cuda, dequantised, layout, stream
+from deepseek_tgi.kernels.int4_linear import cuda, dequantised, layout, panel, stream
+from deepseek_tgi.kernels.int4_linear.panel import PanelShape
 from deepseek_tgi.kernels.int4_linear.stream import StreamShape
 
 MACHINE = Machine(EmulatedPrograms(), 3, 90)
@@ -92,6 +93,36 @@ def test_stream_equals_the_written_out_sum(size: tuple[int, int, int], rows: int
     out = torch.full((rows, size[0]), float("nan"))
     stream.launch(MACHINE, shape, x, layout.pack(*w), out, bias=bias, residual=residual)
     assert (abs(out.numpy() - expected) <= bound(x.float().numpy(), weight, False) + 2**-22 * 10).all()
+
+
+PANELS = [
+    ((64, 128, 128), 16, torch.float16, PanelShape(tokens=16, warpgroups=1, stages=3)),
+    ((130, 192, 64), 5, torch.bfloat16, PanelShape(tokens=16, warpgroups=2, stages=4)),
+    ((33, 608, 32), 37, torch.float32, PanelShape(tokens=32, warpgroups=1, stages=5, cluster=2)),
+    ((192, 640, 128), 70, torch.float16, PanelShape(tokens=64, warpgroups=2, stages=4)),
+    ((64, 256, 128), 130, torch.float16, PanelShape(tokens=128, warpgroups=1, stages=3, cluster=2)),
+]
+
+
+@pytest.mark.parametrize(("size", "rows", "dtype", "shape"), PANELS, ids=str)
+def test_panel_equals_the_sum_over_rounded_weights(
+    size: tuple[int, int, int], rows: int, dtype: torch.dtype, shape: PanelShape
+) -> None:
+    torch.manual_seed(rows)
+    w = int4(*size, dtype)
+    x = torch.randn(rows, size[1]).bfloat16()
+    bias, residual = torch.randn(size[0]), torch.randn(rows, size[0])
+    weight = written_out(w)
+    expected = oracle.linear(x.float().numpy(), weight, bias.numpy(), residual.numpy())
+    rounded = oracle.linear(x.float().numpy(), torch.from_numpy(weight).bfloat16().double().numpy(), None, None)
+    out = torch.full((rows, size[0]), float("nan"))
+    panel.launch(MACHINE, shape, x, layout.pack(*w), out, bias=bias, residual=residual)
+    # A weight is rounded to bfloat16, 2**-9 of it at most; a scale enters as two bfloat16, 2**-17 of it off at most.
+    most = (2**-9 + 2**-16) * (abs(x.float().numpy()) @ abs(weight).T) + bound(x.float().numpy(), weight, False)
+    assert (abs(out.numpy() - expected) <= most).all()
+    # Nearly every weight is rounded as the oracle rounds it.
+    off = abs(out.numpy() - bias.numpy() - residual.numpy() - rounded)
+    assert np.sqrt((off**2).mean()) < 2**-12 * np.sqrt((rounded**2).mean())
 
 
 @pytest.mark.parametrize("rows", [0, 1, 33], ids=lambda m: f"M{m}")

@@ -7,31 +7,38 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_tgi.kernels.cuda.program import Programs, spec
+from deepseek_tgi.kernels.cuda.program import KernelSpec, Programs, spec
 from deepseek_tgi.kernels.int4_linear.layout import CHUNK, CudaInt4
 
 SOURCE = "int4_dequantise"
 SIGNATURE = "pppiiii"
-_THREADS = 128
+_THREADS = 256
+_EACH = 1
 
 
 def dequantise(programs: Programs, w: CudaInt4, dtype: torch.dtype) -> torch.Tensor:
     """The weight as `[N, K]`, bfloat16 (rounded once) or float32."""
     out = torch.empty(w.out_features, w.in_features, dtype=dtype, device=w.codes.device)
-    wanted = spec(
+    grid = (-(-w.chunks // (_THREADS // 32 * _EACH)), w.codes.shape[0], 1)
+    groups = w.chunks * CHUNK // w.group
+    arguments = (w.codes, w.metas, out, w.out_features, w.in_features, w.chunks, groups)
+    kernel = programs.kernel(dequantise_spec(w.group, w.scale_kind, dtype == torch.bfloat16))
+    kernel(grid, _THREADS, arguments)
+    return out
+
+
+def dequantise_spec(group: int, scale_kind: int, out_bf16: bool) -> KernelSpec:
+    """The kernel for a weight of that group size and kind of scales."""
+    return spec(
         SOURCE,
         SOURCE,
         SIGNATURE,
-        GROUP=w.group,
-        SCALE_KIND=w.scale_kind,
-        OUT_BF16=int(dtype == torch.bfloat16),
+        GROUP=group,
+        SCALE_KIND=scale_kind,
+        OUT_BF16=int(out_bf16),
         THREADS=_THREADS,
+        EACH=_EACH,
     )
-    grid = (-(-w.chunks // (_THREADS // 32)), w.codes.shape[0], 1)
-    groups = w.chunks * CHUNK // w.group
-    arguments = (w.codes, w.metas, out, w.out_features, w.in_features, w.chunks, groups)
-    programs.kernel(wanted)(grid, _THREADS, arguments)
-    return out
 
 
 def multiply(programs: Programs, x: torch.Tensor, w: CudaInt4, wide: bool) -> torch.Tensor:

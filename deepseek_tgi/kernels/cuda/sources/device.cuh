@@ -36,6 +36,7 @@ struct __align__(8) words2 {
 #else
 
 #define DEVICE __device__ __forceinline__
+#define DEVICE_IN_CLASS __device__ __forceinline__
 // Kernels are C functions; under emulation this also makes the door through which tests start them.
 #define EXPORT(name)
 // The same for one whose blocks come in clusters of `size` along the grid's second axis.
@@ -45,7 +46,7 @@ DEVICE int lane_id() { return threadIdx.x & 31; }
 DEVICE void block_sync() { __syncthreads(); }
 DEVICE void warp_sync() { __syncwarp(); }
 DEVICE u8* dynamic_shared() {
-  extern __shared__ __align__(128) u8 dynamic_shared_memory[];
+  extern __shared__ __align__(1024) u8 dynamic_shared_memory[];
   return dynamic_shared_memory;
 }
 
@@ -297,6 +298,19 @@ DEVICE float cluster_load(const float* shared, int rank) {
   u32 remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(shared)), "r"(rank));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(r) : "r"(remote) : "memory");
+#endif
+  return r;
+}
+// The same for 16 bytes, aligned to as many.
+DEVICE words4 cluster_load(const words4* shared, int rank) {
+  words4 r = {0, 0, 0, 0};
+#if __CUDA_ARCH__ >= 900
+  u32 remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(shared)), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "r"(remote)
+               : "memory");
 #endif
   return r;
 }
