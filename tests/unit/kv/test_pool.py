@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -169,3 +171,28 @@ def test_reading_latents_dequantises_by_hand_worked_numbers() -> None:
 def test_a_rank_that_kernels_cannot_take_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_lora_rank: got 40, expected a multiple of 16"):
         LatentLayout(1, 40, 2, KVMode.BFLOAT16)
+
+
+@pytest.mark.parametrize("size", [16, 48])
+def test_discarded_blocks_give_their_memory_back_and_are_promised_to_nobody(size: int) -> None:
+    pool = KVPool(KVLayout(2, 2, 64, 64, KVMode.FLOAT32, size), 40)
+    each = pool.layout.bytes_per_block
+    assert pool.untouched_bytes() == pool.nbytes
+    pool.storage.fill_(7)
+    assert pool.untouched_bytes() == 0
+    before = resident_bytes()
+    freed = pool.discard(range(10, 40))
+    assert freed == 30 * each
+    assert before - resident_bytes() > 0.9 * freed
+    assert pool.untouched_bytes() == 0, "what was given back is promised to nobody"
+    assert bool((pool.storage[:10] == 7).all())
+    assert not pool.storage[10:].any()
+    pool.storage[10:].fill_(9)
+    pool.discard([])
+    assert pool.untouched_bytes() == 0
+    assert bool((pool.storage[10:] == 9).all())
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
