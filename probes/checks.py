@@ -61,10 +61,10 @@ class RunningCheck:
         self._next_at = now + self.check.period_s
         self._note(False, reason)
 
-    def suspect(self) -> None:
-        """Something may be wrong: ask at the next look, also where only recovery is asked for."""
+    def suspect(self, now: float) -> None:
+        """Something may be wrong: ask in a period, also where only recovery is asked for."""
         self._suspected = True
-        self._next_at = 0.0
+        self._next_at = now + self.check.period_s
 
     def content(self) -> None:
         """A good result that somebody else saw."""

@@ -78,7 +78,7 @@ class Monitor:
     def suspect(self, name: str) -> None:
         """Something may be wrong with what check `name` asks: ask soon."""
         with self._lock:
-            self._checks[name].suspect()
+            self._checks[name].suspect(self._clock())
 
     def content(self, name: str) -> None:
         """A good result for check `name`, seen at work; takes effect at once. Costs nothing while all is well."""

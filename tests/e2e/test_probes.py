@@ -8,116 +8,40 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
-from launched_server import descendants, free_port
-from probe_watch import ProbeWatch
-from tiny_tokenizer import write_tokenizer
+from stub_server import StubServer
 
-STUB = Path(__file__).parents[1] / "stub_shard.py"
 STALL_LIMIT_S = 3.0
 SLACK_S = 1.5
 """For a busy machine, beyond the documented bounds."""
 SOON_S = 1.0
 
-LAUNCH = """
-import sys
-from deepseek_tgi.launcher import main, shards
-made = shards.Plan
-shards.Plan = main.Plan = lambda **parts: made(**parts, server_argv=(sys.executable, {stub!r}))
-sys.exit(main.main(sys.argv[1:]))
-"""
-
-
-@dataclass
-class Server:
-    """A launched server with a prober at its probe port."""
-
-    process: subprocess.Popen[bytes]
-    port: int
-    probe_port: int
-    watch: ProbeWatch
-    client: httpx.Client
-
-    def child(self, words: str) -> int:
-        """The process below the launcher whose command line has `words`."""
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            for pid, line in descendants(self.process.pid).items():
-                if words in line and "guard.py" not in line:
-                    return pid
-            time.sleep(0.02)
-        raise AssertionError(f"no child with {words!r}")
-
-    def generate(self, text: str) -> threading.Thread:
-        """Send a request from a thread of its own; the answer does not matter."""
-        body = {"inputs": text, "parameters": {"max_new_tokens": 1}}
-
-        def send() -> None:
-            try:
-                httpx.post(f"http://127.0.0.1:{self.port}/generate", json=body, timeout=60)
-            except httpx.HTTPError:
-                return
-
-        thread = threading.Thread(target=send, daemon=True)
-        thread.start()
-        return thread
-
-    def status(self, path: str) -> int:
-        return self.client.get(path).status_code
-
-
-Launch = Callable[..., Server]
+Launch = Callable[..., StubServer]
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    model = tmp_path / "model"
-    model.mkdir()
-    write_tokenizer(model)
-    started: list[Server] = []
+    started: list[StubServer] = []
 
-    def make(*argv: str, **environ: str) -> Server:
-        port, probe_port = free_port(), free_port()
-        options = [
-            *("--backend", "deepseek-quant", "--model-id", str(model), "--port", str(port), "--hostname", "127.0.0.1"),
-            *("--shard-uds-path", str(tmp_path / "s"), "--router", "embedded", "--probe-port", str(probe_port)),
-            *("--stall-limit", str(STALL_LIMIT_S), *argv),
-        ]
-        with (tmp_path / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", LAUNCH.format(stub=str(STUB)), *options],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, **environ}, cwd=tmp_path,
-            )  # fmt: skip
-        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20)
-        server = Server(process, port, probe_port, ProbeWatch(probe_port).__enter__(), client)
-        started.append(server)
-        return server
+    def make(*argv: str, **environ: str) -> StubServer:
+        started.append(StubServer.launch(tmp_path, "--stall-limit", str(STALL_LIMIT_S), *argv, **environ))
+        return started[-1]
 
     yield make
     for server in started:
-        server.watch.__exit__()
-        server.client.close()
-        server.process.kill()
-        server.process.wait()
+        server.__exit__()
 
 
 @pytest.fixture
-def server(launch: Launch) -> Server:
+def server(launch: Launch) -> StubServer:
     """One that is ready."""
     found = launch()
-    found.watch.wait("readyz", 200, 60)
-    found.watch.changes.clear()
-    found.watch.wait("readyz", 200, 5)
+    found.wait_ready()
     return found
 
 
@@ -150,7 +74,15 @@ def test_a_load_that_fails_is_never_ready(launch: Launch) -> None:
     assert 200 not in server.watch.seen("readyz") + server.watch.seen("startupz")
 
 
-def test_a_killed_shard_is_not_live_at_once(server: Server) -> None:
+def test_a_shard_that_is_killed_while_it_loads_is_never_ready(launch: Launch) -> None:
+    server = launch(STUB_LOAD_S="60")
+    server.watch.wait("livez", 200, 30)
+    os.kill(server.child("stub_shard.py serve"), signal.SIGKILL)
+    assert server.process.wait(30) == 1
+    assert 200 not in server.watch.seen("readyz") + server.watch.seen("startupz")
+
+
+def test_a_killed_shard_is_not_live_at_once(server: StubServer) -> None:
     killed = time.monotonic()
     os.kill(server.child("stub_shard.py serve"), signal.SIGKILL)
     assert server.watch.wait_for_no("readyz", SOON_S + SLACK_S).at - killed < SOON_S + SLACK_S
@@ -158,7 +90,7 @@ def test_a_killed_shard_is_not_live_at_once(server: Server) -> None:
     assert server.process.wait(30) == 1
 
 
-def test_a_frozen_shard_is_unready_within_a_second_and_not_live_at_the_limit(server: Server) -> None:
+def test_a_frozen_shard_is_unready_within_a_second_and_not_live_at_the_limit(server: StubServer) -> None:
     """Requests and probes go on arriving meanwhile: neither is a sign of life."""
     frozen = time.monotonic()
     os.kill(server.child("stub_shard.py serve"), signal.SIGSTOP)
@@ -174,7 +106,7 @@ def test_a_frozen_shard_is_unready_within_a_second_and_not_live_at_the_limit(ser
     assert server.process.wait(60) == 1, "and the launcher ends it all"
 
 
-def test_a_shard_that_thaws_before_the_limit_is_ready_again(server: Server) -> None:
+def test_a_shard_that_thaws_before_the_limit_is_ready_again(server: StubServer) -> None:
     pid = server.child("stub_shard.py serve")
     os.kill(pid, signal.SIGSTOP)
     server.watch.wait("readyz", 503, SOON_S + SLACK_S)
@@ -183,7 +115,7 @@ def test_a_shard_that_thaws_before_the_limit_is_ready_again(server: Server) -> N
     assert server.watch.seen("livez") == [200]
 
 
-def test_a_hung_step_is_unready_within_a_second_and_not_live_at_the_limit(server: Server) -> None:
+def test_a_hung_step_is_unready_within_a_second_and_not_live_at_the_limit(server: StubServer) -> None:
     server.generate("sleep 60")
     started = time.monotonic()
     fell = server.watch.wait("readyz", 503, SOON_S + SLACK_S)
@@ -193,14 +125,14 @@ def test_a_hung_step_is_unready_within_a_second_and_not_live_at_the_limit(server
     assert server.process.wait(60) == 1
 
 
-def test_a_step_that_raises_is_unready_within_a_second_and_recovers(server: Server) -> None:
+def test_a_step_that_raises_is_unready_within_a_second_and_recovers(server: StubServer) -> None:
     server.generate("raise boom")
     assert "a step failed: boom" in server.watch.wait("readyz", 503, SOON_S + SLACK_S).text
     server.watch.wait("readyz", 200, 5)
     assert server.watch.seen("livez") == [200]
 
 
-def test_long_work_is_no_fault_and_every_probe_answers_quickly(server: Server) -> None:
+def test_long_work_is_no_fault_and_every_probe_answers_quickly(server: StubServer) -> None:
     server.watch.latencies_s.clear()
     sender = server.generate(f"work {2 * STALL_LIMIT_S}")
     slowest = 0.0
@@ -214,7 +146,7 @@ def test_long_work_is_no_fault_and_every_probe_answers_quickly(server: Server) -
     assert sorted(server.watch.latencies_s)[int(len(server.watch.latencies_s) * 0.99)] < 0.25
 
 
-def test_the_state_is_a_metric_and_its_changes_are_counted(server: Server) -> None:
+def test_the_state_is_a_metric_and_its_changes_are_counted(server: StubServer) -> None:
     server.generate("raise boom")
     server.watch.wait("readyz", 503, SOON_S + SLACK_S)
     server.watch.wait("readyz", 200, 5)
@@ -244,7 +176,7 @@ def test_sigterm_is_unready_at_once_takes_requests_for_the_delay_and_ends_well(l
     assert 503 not in server.watch.seen("livez")
 
 
-def test_a_second_signal_ends_it_at_once(server: Server) -> None:
+def test_a_second_signal_ends_it_at_once(server: StubServer) -> None:
     server.generate("sleep 30")
     time.sleep(0.3)
     server.process.terminate()

@@ -258,7 +258,7 @@ def test_a_suspicion_is_looked_into_before_it_counts() -> None:
     asked = Asked()
     bench = Bench(Check("generation", asked.start, 0.5, 5.0, only_when_bad=True))
     bench.monitor.suspect("generation")
-    bench.wait(0.1)
+    bench.wait(0.6)
     assert (bench.state, len(asked.pending)) == ("ready", 1)
     asked.answer(ValueError("it does not generate"))
     bench.wait(0.1)
