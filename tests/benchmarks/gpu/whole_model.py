@@ -143,6 +143,25 @@ def decode_row(run: Run, batch: int, context: int, bandwidth: float) -> dict[str
 
 def prefill_row(run: Run, tokens: int) -> dict[str, Any]:
     """A prompt of `tokens` in one step, nothing cached before it."""
+    pool, inputs = prompt_inputs(run, tokens)
+    run.adapter.step(inputs, pool)
+    repeats = REPEATS if tokens <= 4096 else 2
+    wall = [_wall_seconds(lambda: run.adapter.step(inputs, pool).argmax(-1).tolist(), 1) for _ in range(repeats)]
+    middle = statistics.median(wall)
+    pool.close()
+    _forget()
+    print(
+        f"  prefill {tokens:6d}: {middle * 1e3:8.1f} ms ({min(wall) * 1e3:.1f}-{max(wall) * 1e3:.1f}), "
+        f"{tokens / middle:8.0f} tok/s"
+    )
+    return {
+        "what": "prefill", "tokens": tokens, "wall_s": middle, "wall_spread_s": [min(wall), max(wall)],
+        "tokens_per_s": tokens / middle,
+    }  # fmt: skip
+
+
+def prompt_inputs(run: Run, tokens: int) -> tuple[KVPool, ForwardInputs]:
+    """A pool, and the step that stores a prompt of `tokens` in it."""
     pool, decode = cache_and_inputs(run, 1, tokens)
     ids = torch.randint(0, 1000, (tokens,))
     positions = torch.arange(tokens, dtype=torch.int32)
@@ -158,20 +177,7 @@ def prefill_row(run: Run, tokens: int) -> dict[str, Any]:
         max_seqlen=tokens,
         max_context=tokens,
     )
-    run.adapter.step(inputs, pool)
-    repeats = REPEATS if tokens <= 4096 else 2
-    wall = [_wall_seconds(lambda: run.adapter.step(inputs, pool).argmax(-1).tolist(), 1) for _ in range(repeats)]
-    middle = statistics.median(wall)
-    pool.close()
-    _forget()
-    print(
-        f"  prefill {tokens:6d}: {middle * 1e3:8.1f} ms ({min(wall) * 1e3:.1f}-{max(wall) * 1e3:.1f}), "
-        f"{tokens / middle:8.0f} tok/s"
-    )
-    return {
-        "what": "prefill", "tokens": tokens, "wall_s": middle, "wall_spread_s": [min(wall), max(wall)],
-        "tokens_per_s": tokens / middle,
-    }  # fmt: skip
+    return pool, inputs
 
 
 def cache_and_inputs(run: Run, batch: int, context: int) -> tuple[KVPool, ForwardInputs]:
