@@ -11,13 +11,17 @@ from emulation.emulated import EmulatedPrograms
 from oracles import kernels as oracle
 from oracles import latents as formats
 
+from deepseek_tgi.kernels.common import ComputeDtype
 from deepseek_tgi.kernels.cuda.heads import HeadWriter, Norms, Turns
-from deepseek_tgi.kernels.frame import Frame
+from deepseek_tgi.kernels.frame import Frame, PlacedFrame
+from deepseek_tgi.kernels.kv_write.cuda import KvWriteOp
+from deepseek_tgi.kernels.select import select_kernels
 from deepseek_tgi.kv.layout import KVLayout, KVMode
 from deepseek_tgi.kv.pool import KVPool
 
 MODES = [KVMode.FLOAT32, KVMode.BFLOAT16, KVMode.FLOAT16, KVMode.INT8, KVMode.FP8]
 EVERY_MODE = pytest.mark.parametrize("mode", MODES, ids=lambda m: m.value)
+REFERENCE = select_kernels("cpu", ComputeDtype.FLOAT32, "reference", 1)
 KV_HEADS, K_DIM, V_DIM, BLOCK = 3, 72, 40, 32
 
 
@@ -139,3 +143,30 @@ def test_keys_in_a_frame_are_stored_without_its_centre(mode: KVMode) -> None:
             assert (scales, v_scales) == ([0.0625], [0.125])
             steps = torch.from_numpy((k[t, 1].numpy() - off) / np.float32(0.0625)).clamp(-448, 448)
             assert codes == steps.to(torch.float8_e4m3fn).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize(
+    ("width", "framed"),
+    [(32, "plain"), (64, "shaped"), (96, "shaped"), (128, "plain"), (128, "centred"), (128, "shaped"), (256, "shaped")],
+)
+def test_int4_bytes_are_those_of_the_reference(width: int, framed: str) -> None:
+    kv_heads, tokens = 2, 10
+    pools = [KVPool(KVLayout(1, kv_heads, width, width, KVMode.INT4), 2) for _ in range(2)]
+    k, v = (torch.stack([awkward_vectors(width), torch.randn(10, width)], 1) for _ in range(2))
+    angles = torch.rand(40, width // 4) * 6
+    placed = None
+    if framed != "plain":
+        k[:5] += torch.randn(width) * 9
+        aim = torch.nn.functional.normalize(torch.randn(kv_heads, width), dim=-1)
+        centre, weight = k[:, :, :].nan_to_num().clamp(-100, 100).mean(0).contiguous(), torch.tensor([90.0, 5.0])
+        frame = Frame(centre, aim, weight) if framed == "shaped" else Frame(centre)
+        placed = PlacedFrame(frame, torch.randint(40, (tokens,)).int(), torch.cat((angles.cos(), angles.sin()), 1))
+    slots = torch.randperm(32)[:tokens]
+    REFERENCE.kv_write(pools[0].view(0), k, v, slots, placed)
+    KvWriteOp(HeadWriter(EmulatedPrograms()), REFERENCE.kv_write)(pools[1].view(0), k, v, slots, placed)
+    assert torch.equal(pools[0].storage, pools[1].storage)
+    if framed != "plain":
+        scales = pools[1].view(0).k_scale
+        assert scales is not None
+        marks = scales[slots // 16, :, slots % 16, 0] & 1
+        assert 0 < int(marks.sum()) < marks.numel()

@@ -14,7 +14,6 @@ from deepseek_tgi.kernels.common import ComputeDtype
 from deepseek_tgi.kernels.cuda.heads import HeadWriter
 from deepseek_tgi.kernels.device_set import operators
 from deepseek_tgi.kernels.frame import Frame
-from deepseek_tgi.kernels.kv_write.cuda import KvWriteOp
 from deepseek_tgi.kernels.paged_attention.cuda import PagedAttentionOp, PagedDecode
 from deepseek_tgi.kernels.qkv_attention import HeadNorms
 from deepseek_tgi.kernels.qkv_attention.cuda import QkvAttentionOp
@@ -79,16 +78,16 @@ def test_the_fused_call_is_its_parts(mode: KVMode, tokens: list[int], extras: bo
 
 
 def test_what_no_kernel_takes_is_said_once_and_done_by_others(caplog: pytest.LogCaptureFixture) -> None:
-    op = KvWriteOp(HeadWriter(EmulatedPrograms()), TORCH.kv_write)
-    pool, plain = (KVPool(KVLayout(1, KV_HEADS, WIDTH, WIDTH, KVMode.INT4), 2) for _ in range(2))
-    k, v = torch.randn(4, KV_HEADS, WIDTH), torch.randn(4, KV_HEADS, WIDTH)
+    pool = KVPool(KVLayout(1, KV_HEADS, WIDTH, WIDTH, KVMode.FLOAT32), 9)
+    pool.storage.zero_()
+    inputs = step([1, 1], [40, 17], torch.tensor([[3, 1, 5, 6], [2, 4, 7, 8]], dtype=torch.int32))
+    op = PagedAttentionOp(PagedDecode(EmulatedPrograms(), 2, CPU), TORCH.paged_attention)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            op(pool.view(0), k, v, torch.arange(4))
+            y = op(torch.randn(2, HEADS, WIDTH), pool.view(0), inputs, 1.0)
     assert len(caplog.records) == 1
-    assert "no CUDA kernel for int4" in caplog.text
-    TORCH.kv_write(plain.view(0), k, v, torch.arange(4))
-    assert torch.equal(pool.storage, plain.storage)
+    assert "no CUDA kernel for pages of float32" in caplog.text
+    assert torch.equal(y, torch.zeros_like(y))
 
 
 def test_heads_that_do_not_fit_the_pages_are_refused() -> None:

@@ -13,9 +13,9 @@ from deepseek_tgi.kernels.pages import LayerPages
 
 MODES = {"bfloat16": 0, "float16": 1, "int8": 2, "fp8_e4m3fn": 3}
 """Formats of pages that attention reads, as `heads.cuh` numbers them."""
-STORED_MODES = {**MODES, "float32": 5}
+STORED_MODES = {**MODES, "int4": 4, "float32": 5}
 """Formats that `kv_write.cu` writes."""
-_SIGNATURE = "pli" + "plpli" + "ppf" + "piipp" + "ppppl" + "pff"
+_SIGNATURE = "pli" + "plpli" + "ppf" + "piipp" + "ppppl" + "pffpp"
 _WARPS = 4
 
 
@@ -65,6 +65,7 @@ class HeadWriter:
             return
         heads = 0 if q is None else q.shape[1]
         centre = frame.centre if frame is not None and pages.quantised else None
+        aim, weight = (None, None) if frame is None or pages.mode != "int4" else (frame.aim, frame.weight)
         k_scale, v_scale = (None, None) if frame is None else (frame.k_scale, frame.v_scale)
         self._kernel(pages, k.dtype)(
             (-(-(heads + 2 * pages.num_heads) // _WARPS), tokens, 1),
@@ -77,6 +78,7 @@ class HeadWriter:
                 int(turns is not None and turns.rotates), None if turns is None else turns.positions, slots,
                 pages.k, pages.v, pages.k_scale, pages.v_scale, page_bytes(pages), centre,
                 -1.0 if k_scale is None else k_scale, -1.0 if v_scale is None else v_scale,
+                aim, weight,
             ),
             overlap=True,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 // Everything that happens to a step's heads before attention: norm, rotation, and keys and values into their pages.
 //
 // One warp a head: first the HEADS query heads of a token (none if keys are stored as they come), then its keys, then
-// its values. Each stage rounds to the activations' type, as separate operations would. MODE is that of heads.cuh, or 5
-// for float32 pages. Arithmetic that decides a stored byte follows the formats' definition one operation at a time, so
+// its values. Each stage rounds to the activations' type, as separate operations would. MODE is that of heads.cuh, 4 for
+// INT4 or 5 for float32 pages. Arithmetic that decides a stored byte follows the formats' definition one operation at a time, so
 // bytes are those of every other implementation.
 #include "device.cuh"
 
@@ -10,7 +10,9 @@ constexpr int WARPS = 4;
 constexpr int LARGEST = DK > DV ? DK : DV;
 constexpr int HELD = (LARGEST + 31) / 32;
 constexpr float HALF_MAX = 65504.0f;
-constexpr int ROW_BYTES_UNIT = MODE == 5 ? 4 : MODE < 2 ? 2 : 1;
+DEVICE constexpr int row_bytes(int width) { return MODE == 5 ? 4 * width : MODE < 2 ? 2 * width : MODE == 4 ? width / 2 : width; }
+DEVICE constexpr int group_of(int width) { return width <= 64 ? 4 : width <= 128 ? 8 : 16; }
+DEVICE constexpr int param_bytes(int width) { return MODE == 4 ? width / group_of(width) : MODE == 2 ? 4 : 2; }
 
 DEVICE float rounded(float x) { return X_BF16 ? bf16_float(float_bf16(x)) : x; }
 DEVICE float read_at(const void* x, i64 i) { return X_BF16 ? bf16_float(((const u16*)x)[i]) : ((const float*)x)[i]; }
@@ -78,13 +80,18 @@ DEVICE void store_vector(float (&x)[HELD], int width, u8* row, u8* params, float
   }
 }
 
+#if MODE == 4
+#include "head_int4.cuh"
+#endif
+
 // `centre` (of keys, or none) is taken off what is quantised; scales below zero are those of the vectors themselves.
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)
     kv_write(void* q, i64 q_stride, int heads, void* k, i64 k_stride, const void* __restrict__ v, i64 v_stride,
              int kv_heads, const float* __restrict__ q_norm, const float* __restrict__ k_norm, float eps,
              const float* __restrict__ cos_sin, int rotary, int rotates, const int* __restrict__ positions,
              const i64* __restrict__ slots, u8* k_rows, u8* v_rows, u8* k_params, u8* v_params, i64 page_bytes,
-             const float* __restrict__ centre, float k_scale, float v_scale) {
+             const float* __restrict__ centre, float k_scale, float v_scale, const float* __restrict__ aim,
+             const float* __restrict__ weight_along) {
   __shared__ float shared[WARPS][LARGEST];
   const int lane = lane_id(), token = blockIdx.y;
   const int index = blockIdx.x * WARPS + threadIdx.x / 32;
@@ -96,6 +103,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   const int width = is_value ? DV : DK;
   const void* source = is_query ? q : is_value ? v : k;
   const i64 at = token * (is_query ? q_stride : is_value ? v_stride : k_stride) + (i64)head * width;
+  const float* turn = positions ? cos_sin + (i64)positions[token] * rotary : cos_sin;
   float* own = shared[threadIdx.x / 32];
   float x[HELD];
   float squares = 0.0f;
@@ -112,7 +120,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
       for (int j = 0; j < HELD; j++)
         if (lane + 32 * j < width) x[j] = rounded(times(x[j] / root, weight[lane + 32 * j]));
     }
-    const float* turn = positions ? cos_sin + (i64)positions[token] * rotary : cos_sin;
     if (rotates) {
 #pragma unroll
       for (int j = 0; j < HELD; j++)
@@ -130,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         if (lane + 32 * j < width) write_at(target, at + lane + 32 * j, x[j]);
     }
     if (is_query) return;
-    if (centre) {
+    if (centre && MODE != 4) {
 #pragma unroll
       for (int j = 0; j < HELD; j++)
         if (lane + 32 * j < DK) x[j] = minus(x[j], turned(centre + head * DK, lane + 32 * j, turn, rotary));
@@ -140,9 +147,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   if (slot < 0) return;
   const i64 page = slot / BLOCK * page_bytes;
   const int place = head * BLOCK + (int)(slot % BLOCK);
-  constexpr int params_bytes = MODE == 2 ? 4 : 2;
-  u8* row = (is_value ? v_rows : k_rows) + page + (i64)place * width * ROW_BYTES_UNIT;
-  u8* params = (is_value ? v_params : k_params) + page + place * params_bytes;
+  u8* row = (is_value ? v_rows : k_rows) + page + (i64)place * (is_value ? row_bytes(DV) : row_bytes(DK));
+  u8* params = (is_value ? v_params : k_params) + page + place * (is_value ? param_bytes(DV) : param_bytes(DK));
+#if MODE == 4
+  __shared__ Int4Room rooms[WARPS];
+  Int4Room& room = rooms[threadIdx.x / 32];
+  if (is_value) {
+    store_int4<DV>(room, x, row, params, false, nullptr, nullptr, 0.0f, nullptr, 0);
+  } else {
+    const bool aims = aim && weight_along;
+    store_int4<DK>(room, x, row, params, true, centre ? centre + head * DK : nullptr, aims ? aim + head * DK : nullptr,
+                   aims ? weight_along[head] : 0.0f, turn, rotary);
+  }
+#else
   store_vector(x, width, row, params, is_value ? v_scale : k_scale);
+#endif
 }
 EXPORT(kv_write)

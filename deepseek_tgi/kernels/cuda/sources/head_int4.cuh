@@ -1,0 +1,185 @@
+// One key or value of a head to INT4, by one warp, as `int4_format` defines it: one operation after the other, so that
+// bytes are those of every other implementation. Included by kv_write.cu.
+#pragma once
+
+// What a warp works in.
+struct Int4Room {
+  float y[LARGEST], along[LARGEST], work[LARGEST], ahead[65];
+  u8 codes[LARGEST];
+};
+
+constexpr int TRIALS = 4;
+constexpr int LARGEST_BYTE = 0xF7, LOST_BYTE = 0xFC;
+
+DEVICE float level_size(int i) {
+  const float low = i < 2 ? (i < 1 ? 6.0f : 18.0f) : i < 3 ? 31.0f : 45.0f;
+  const float high = i < 6 ? (i < 5 ? 60.0f : 77.0f) : i < 7 ? 98.0f : 127.0f;
+  return i < 4 ? low : high;
+}
+DEVICE float int4_scale(int byte) { return half_float((u16)(byte << 7)) / 64.0f; }
+
+// `v [width]` times the Hadamard matrix of `size` rows, along it as often as it fits, times `factor` (a power of two).
+template <int width>
+DEVICE void rotate_heads(float* v, float factor) {
+  constexpr int size = width & -width;
+  const int lane = lane_id();
+  warp_sync();
+#pragma unroll 1
+  for (int half = size / 2; half; half /= 2) {
+    float next[(width + 31) / 32];
+#pragma unroll
+    for (int j = 0; j < width / 32; j++) {
+      const int i = lane + 32 * j;
+      next[j] = i & half ? minus(v[i - half], v[i]) : plus(v[i], v[i + half]);
+    }
+    warp_sync();
+#pragma unroll
+    for (int j = 0; j < width / 32; j++) v[lane + 32 * j] = next[j];
+    warp_sync();
+  }
+#pragma unroll
+  for (int j = 0; j < width / 32; j++) v[lane + 32 * j] *= factor;
+  warp_sync();
+}
+// The sum of `v [width]`, which it destroys: half onto half while the length is even, then in order.
+template <int width>
+DEVICE float fold_all(float* v) {
+  constexpr int odd = width / (width & -width);
+  warp_sync();
+#pragma unroll 1
+  for (int half = width / 2; half >= odd; half /= 2) {
+    for (int i = lane_id(); i < half; i += 32) v[i] = plus(v[i], v[i + half]);
+    warp_sync();
+  }
+  float total = v[0];
+  for (int i = 1; i < odd; i++) total = plus(total, v[i]);
+  warp_sync();
+  return total;
+}
+// The same over the `size` lanes that agree in lane / size.
+template <int size>
+DEVICE float fold_lanes(float x) {
+#pragma unroll
+  for (int mask = size / 2; mask; mask /= 2) x = plus(x, shuffle_xor(x, mask));
+  return x;
+}
+
+template <int width>
+DEVICE void store_int4(Int4Room& room, const float (&x)[HELD], u8* row, u8* params, bool is_key, const float* centre,
+                       const float* aim, float weight, const float* turn, int rotary) {
+  constexpr int size = width & -width, group = group_of(width), groups = width / group;
+  constexpr int bits = size == 32 ? 5 : size == 64 ? 6 : size == 128 ? 7 : 8;
+  constexpr float shrink = 1.0f / (1 << bits / 2);
+  constexpr float longer = (float)size / (1 << 2 * (bits / 2));
+  const int lane = lane_id();
+#pragma unroll
+  for (int j = 0; j < width / 32; j++) room.y[lane + 32 * j] = within(x[j], HALF_MAX);
+  rotate_heads<width>(room.y, shrink);
+  int mark = 0;
+  if (centre) {
+#pragma unroll
+    for (int j = 0; j < width / 32; j++) room.along[lane + 32 * j] = turned(centre, lane + 32 * j, turn, rotary);
+    rotate_heads<width>(room.along, shrink);
+#pragma unroll
+    for (int j = 0; j < width / 32; j++) {
+      const int i = lane + 32 * j;
+      room.along[i] = minus(room.y[i], room.along[i]);
+      room.work[i] = times(room.along[i], room.along[i]);
+    }
+    const float off = fold_all<width>(room.work);
+#pragma unroll
+    for (int j = 0; j < width / 32; j++) room.work[lane + 32 * j] = times(room.y[lane + 32 * j], room.y[lane + 32 * j]);
+    mark = off <= fold_all<width>(room.work);
+    if (mark) {
+#pragma unroll
+      for (int j = 0; j < width / 32; j++) room.y[lane + 32 * j] = room.along[lane + 32 * j];
+    }
+  }
+  bool lost = false;
+#pragma unroll
+  for (int j = 0; j < width / 32; j++) lost |= room.y[lane + 32 * j] != room.y[lane + 32 * j];
+  if (warp_ballot(lost)) {
+    for (int i = lane; i < width / 2; i += 32) row[i] = 0x77;
+    for (int i = lane; i < groups; i += 32) params[i] = LOST_BYTE;
+    return;
+  }
+  const float part = aim ? weight / longer : 0.0f;
+  if (aim) {
+#pragma unroll
+    for (int j = 0; j < width / 32; j++) room.along[lane + 32 * j] = turned(aim, lane + 32 * j, turn, rotary);
+    rotate_heads<width>(room.along, shrink);
+    float ahead = 0.0f;
+    if (lane == 0) room.ahead[groups] = 0.0f;
+    for (int index = groups - 1; index >= 0; index--) {
+      float u = room.along[index * group + lane % group];
+      ahead = plus(ahead, fold_lanes<group>(times(u, u)));
+      if (lane == 0) room.ahead[index] = ahead;
+    }
+  }
+  warp_sync();
+
+  // A lane has one element of a group under one scale; scales beyond what the lanes hold take another turn.
+  constexpr int at_once = 32 / group < TRIALS ? 32 / group : TRIALS;
+  const int element = lane % group;
+  float error_along = 0.0f;
+  for (int index = 0; index < groups; index++) {
+    const float y = room.y[index * group + element];
+    float target = y, u = 0.0f, later = 0.0f;
+    if (aim) {
+      u = room.along[index * group + element];
+      float limit = fabsf(y);
+#pragma unroll
+      for (int mask = group / 2; mask; mask /= 2) limit = fmaxf(limit, shuffle_xor(limit, mask));
+      limit = times(limit, 0.125f);
+      const float shift =
+          times(u, times(part, error_along) / plus(1.0f, times(part, room.ahead[index])));
+      target = minus(y, fminf(fmaxf(shift, -limit), limit));
+      later = part / plus(1.0f, times(part, room.ahead[index + 1]));
+    }
+    float top = fabsf(target);
+#pragma unroll
+    for (int mask = group / 2; mask; mask /= 2) top = fmaxf(top, shuffle_xor(top, mask));
+    top = times(top / 127.0f, 64.0f);
+    int first = (half_above(fminf(top, HALF_MAX)) + 127) >> 7, step = 1;
+    first = first < LARGEST_BYTE ? first : LARGEST_BYTE;
+    if (is_key && index == 0) {
+      first += (first ^ mark) & 1;
+      step = 2;
+      if (first > LARGEST_BYTE) first -= 2;
+    }
+    float best_cost = 0.0f, best_along = 0.0f;
+    int best_byte = 0, best_code = 0;
+#pragma unroll
+    for (int from = 0; from < TRIALS; from += at_once) {
+      const int trial = from + lane / group % at_once;
+      const int byte = first >= trial * step ? first - trial * step : first;
+      const float scale = int4_scale(byte);
+      const float steps = target / (scale > 0.0f ? scale : 1.0f);
+      int i = 0;
+#pragma unroll
+      for (int j = 0; j < 7; j++) i += fabsf(steps) > (level_size(j) + level_size(j + 1)) / 2.0f;
+      const int code = steps > 0.0f ? 8 + i : 7 - i;
+      const float level = steps > 0.0f ? level_size(i) : -level_size(i);
+      const float error = minus(times(level, scale), y);
+      float cost = fold_lanes<group>(times(error, error)), moved = 0.0f;
+      if (aim) {
+        moved = plus(error_along, fold_lanes<group>(times(u, error)));
+        cost = plus(cost, times(later, times(moved, moved)));
+      }
+#pragma unroll
+      for (int j = 0; j < at_once; j++) {
+        const int holder = j * group + element;
+        const float other = shuffle(cost, holder), other_along = shuffle(moved, holder);
+        const int other_byte = shuffle(byte, holder), other_code = shuffle(code, holder);
+        const bool tried = (from + j) * step < TRIALS;
+        if ((from + j == 0) || (tried && other < best_cost))
+          best_cost = other, best_along = other_along, best_byte = other_byte, best_code = other_code;
+      }
+    }
+    error_along = best_along;
+    if (lane < group) room.codes[index * group + lane] = (u8)best_code;
+    if (lane == 0) params[index] = (u8)best_byte;
+  }
+  warp_sync();
+  for (int i = lane; i < width / 2; i += 32) row[i] = (u8)(room.codes[i] | room.codes[i + width / 2] << 4);
+}

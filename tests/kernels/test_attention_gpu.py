@@ -1,0 +1,181 @@
+"""Attention and the write into pages on a GPU, over real sizes, against the formula in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_cases import step
+
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.common import ComputeDtype
+from deepseek_tgi.kernels.frame import Frame, PlacedFrame
+from deepseek_tgi.kernels.pages import LayerPages
+from deepseek_tgi.kernels.select import KernelSet, select_kernels
+from deepseek_tgi.kernels.vector_store import read_keys, read_vectors
+from deepseek_tgi.kv.layout import KVLayout, KVMode
+from deepseek_tgi.kv.pool import KVPool
+
+pytestmark = pytest.mark.gpu
+
+MODES = [mode for mode in KVMode if mode is not KVMode.FLOAT32]
+EVERY_MODE = pytest.mark.parametrize("mode", MODES, ids=lambda m: m.value)
+Geometry = tuple[int, int, int, int, int]
+USUAL: Geometry = (32, 8, 128, 128, 16)
+SHAPES: list[tuple[KVMode, Geometry]] = [  # heads, KV heads, key size, value size, block size
+    *((mode, USUAL) for mode in MODES),
+    (KVMode.INT8, (28, 4, 128, 128, 32)),
+    (KVMode.BFLOAT16, (14, 2, 64, 64, 16)),
+    (KVMode.FP8, (15, 3, 96, 96, 16)),
+    (KVMode.INT8, (8, 2, 256, 256, 16)),
+    (KVMode.FLOAT16, (40, 2, 128, 128, 16)),
+    (KVMode.INT8, (10, 1, 192, 128, 48)),
+    (KVMode.INT4, (12, 2, 64, 64, 16)),
+]
+EVERY_SHAPE = pytest.mark.parametrize(
+    ("mode", "geometry"),
+    SHAPES,
+    ids=[f"{m.value}-H{g[0]}-G{g[1]}-D{g[2]}-V{g[3]}-S{g[4]}" for m, g in SHAPES],
+)
+DECODES = [[1], [17, 300, 5000], [1000, 33, 2, 64, 65], [3] * 70 + [2000]]
+PROMPTS = [([700], [0]), ([33, 1, 0, 257], [0, 300, 9, 4000]), ([1] * 20 + [9], [50] * 21)]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> KernelSet:
+    return select_kernels("cuda:0", ComputeDtype.BFLOAT16)
+
+
+def filled(
+    kernels: KernelSet, geometry: Geometry, tokens: list[int], cached: list[int], mode: KVMode,
+    placed: PlacedFrame | None = None,
+) -> tuple[LayerPages, ForwardInputs]:  # fmt: skip
+    """Pages of NaN but for the contexts, written by the set's own op; the step over them."""
+    _, kv_heads, k_dim, v_dim, size = geometry
+    columns = max(-(-(n + c) // size) for n, c in zip(tokens, cached, strict=True)) + 1
+    num_blocks = columns * len(tokens) + 1
+    tables = (torch.randperm(num_blocks - 1) + 1).view(len(tokens), columns).int()
+    pool = KVPool(KVLayout(2, kv_heads, k_dim, v_dim, mode, size), num_blocks, "cuda")
+    pool.storage.fill_(0xFF)
+    for b, (n, c) in enumerate(zip(tokens, cached, strict=True)):
+        places = torch.arange(n + c)
+        slots = (tables[b, places // size].long() * size + places % size).cuda()
+        k, v = (torch.randn(n + c, kv_heads, d, device="cuda") + 0.5 for d in (k_dim, v_dim))
+        at = None if placed is None else replace(placed, positions=places.int().cuda())
+        if at is not None and at.frame.centre is not None:
+            k += at.turned(at.frame.centre, places.cuda())
+        if n + c:
+            kernels.kv_write(pool.view(1), k, v, slots, at)
+    inputs = step(tokens, cached, tables, size)
+    moved = {name: getattr(inputs, name).cuda() for name in (
+        "input_ids", "positions", "slots", "cu_seqlens", "block_tables", "cache_lens", "logit_rows"
+    )}  # fmt: skip
+    return pool.view(1), replace(inputs, **moved)
+
+
+def expected(
+    q: torch.Tensor, pages: LayerPages, inputs: ForwardInputs, scale: float, placed: PlacedFrame | None = None
+) -> torch.Tensor:
+    """The textbook formula in float64 over what the pages hold."""
+    size, starts, parts = pages.block_size, inputs.cu_seqlens.tolist(), []
+    for b, cached in enumerate(inputs.cache_lens.tolist()):
+        n = starts[b + 1] - starts[b]
+        if n == 0:
+            continue
+        total = cached + n
+        blocks = inputs.block_tables[b, : -(-total // size)].long()
+        k, k_scale, v, v_scale = (
+            None if x is None else x[blocks].transpose(0, 1).flatten(1, 2)[:, :total]
+            for x in (pages.k, pages.k_scale, pages.v, pages.v_scale)
+        )
+        assert k is not None
+        assert v is not None
+        keys, values = read_keys(pages, k, k_scale, placed).double(), read_vectors(pages.mode, v, v_scale).double()
+        rows = q[starts[b] : starts[b + 1]].double().unflatten(1, (pages.num_heads, -1))  # [n, G, R, D]
+        scores = torch.einsum("ngrd,gld->gnrl", rows, keys) * scale
+        hidden = torch.arange(total, device=q.device) > torch.arange(cached, total, device=q.device).unsqueeze(1)
+        weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(-1)
+        parts.append(torch.einsum("gnrl,gld->ngrd", weights, values).flatten(1, 2))
+    return torch.cat(parts)
+
+
+def check(
+    kernels: KernelSet, geometry: Geometry, tokens: list[int], cached: list[int], mode: KVMode,
+    placed: PlacedFrame | None = None, factor: float = 1.0,
+) -> None:  # fmt: skip
+    """Twice the same bits, and the formula's numbers."""
+    pages, inputs = filled(kernels, geometry, tokens, cached, mode, placed)
+    q = (torch.randn(sum(tokens), geometry[0], geometry[2], device="cuda") * factor).bfloat16()
+    out = [torch.full((*q.shape[:2], geometry[3]), float("nan"), device="cuda") for _ in range(2)]
+    for y in out:
+        kernels.paged_attention(q, pages, inputs, geometry[2] ** -0.5, y, placed=placed)
+    assert torch.equal(out[0], out[1])
+    want = expected(q, pages, inputs, geometry[2] ** -0.5, placed)
+    # Weights, and INT4's values, are rounded to 8 bits of mantissa at worst.
+    assert float((out[0] - want).abs().max()) <= 2.0**-7 * float(want.abs().max())
+    assert float((out[0] - want).norm() / want.norm()) <= 5e-3
+
+
+@EVERY_SHAPE
+def test_decode_equals_the_formula(kernels: KernelSet, mode: KVMode, geometry: Geometry) -> None:
+    for contexts in DECODES:
+        check(kernels, geometry, [1] * len(contexts), [c - 1 for c in contexts], mode)
+
+
+@EVERY_SHAPE
+def test_prompts_equal_the_formula(kernels: KernelSet, mode: KVMode, geometry: Geometry) -> None:
+    for tokens, cached in PROMPTS:
+        check(kernels, geometry, tokens, cached, mode)
+
+
+@pytest.mark.parametrize("mode", [KVMode.INT8, KVMode.FP8, KVMode.INT4], ids=lambda m: m.value)
+@pytest.mark.parametrize("tokens", [[1, 1, 1], [20, 1, 100]], ids=["decode", "prompts"])
+def test_what_was_taken_off_a_key_is_back(kernels: KernelSet, mode: KVMode, tokens: list[int]) -> None:
+    angles = torch.arange(1200).unsqueeze(1) * torch.logspace(0, -3, 64)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1).cuda()
+    centre = torch.randn(4, 128, device="cuda") * (torch.rand(4, 128, device="cuda") < 0.3)
+    placed = PlacedFrame(Frame(centre * 8), torch.empty(0), cos_sin)
+    check(kernels, (28, 4, 128, 128, 16), tokens, [700, 15, 1000], mode, placed)
+
+
+@EVERY_MODE
+def test_no_nan_where_scores_are_huge(kernels: KernelSet, mode: KVMode) -> None:
+    check(kernels, USUAL, [1, 1], [1999, 300], mode, factor=300.0)
+
+
+@EVERY_MODE
+def test_a_graph_replays_what_a_step_did(kernels: KernelSet, mode: KVMode) -> None:
+    pages, inputs = filled(kernels, USUAL, [1, 1], [900, 300], mode)
+    q = torch.randn(2, 32, 128, device="cuda").bfloat16()
+    out = torch.full_like(q, float("nan"))
+    kernels.paged_attention(q, pages, inputs, 0.1, out)
+    eager = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.paged_attention(q, pages, inputs, 0.1, out)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, eager)
+    inputs.cache_lens.sub_(100)
+    graph.replay()
+    assert not torch.equal(out, eager)
+    kernels.paged_attention(q, pages, inputs, 0.1, eager)
+    assert torch.equal(out, eager)
+
+
+@pytest.mark.parametrize("mode", list(KVMode), ids=lambda m: m.value)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_bytes_are_those_of_a_cpu(kernels: KernelSet, mode: KVMode, dtype: torch.dtype) -> None:
+    reference = select_kernels("cpu", ComputeDtype.FLOAT32, "torch")
+    layout = KVLayout(1, 8, 128, 64, mode)
+    pools = KVPool(layout, 20), KVPool(layout, 20, "cuda")
+    k, v = (torch.randn(300, 8, d) * torch.randn(300, 8, 1).exp() for d in (128, 64))
+    k[0], k[1], k[2], k[3] = 0.0, 7.123, k[2] * 1e30, k[3] * 1e-9
+    k, v = k.to(dtype), v.to(dtype)
+    slots = torch.randperm(320)[:300]
+    slots[7] = -1
+    reference.kv_write(pools[0].view(0), k.float(), v.float(), slots)
+    kernels.kv_write(pools[1].view(0), k.cuda(), v.cuda(), slots.cuda())
+    assert torch.equal(pools[0].storage, pools[1].storage.cpu())
