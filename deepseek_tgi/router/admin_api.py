@@ -13,10 +13,11 @@ from typing import Any
 
 from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.router import sse
+from deepseek_tgi.router.change import PLANS, Change, Wish
 from deepseek_tgi.router.errors import PlainError
 from deepseek_tgi.router.fields import Fields, boolean, string
 from deepseek_tgi.router.http import Exchange, Handler
-from deepseek_tgi.router.model_changes import PLANS, Change, ModelChanges, Wish
+from deepseek_tgi.router.model_changes import ModelChanges
 from deepseek_tgi.router.state import RouterState
 
 SHOWN_CHANGES = 10

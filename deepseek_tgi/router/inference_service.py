@@ -13,8 +13,9 @@ from deepseek_tgi.errors import RequestError
 from deepseek_tgi.pb import inference_pb2 as pb
 from deepseek_tgi.pb import inference_pb2_grpc
 from deepseek_tgi.probes.owner import Owner
+from deepseek_tgi.router.change import PLANS, Wish
 from deepseek_tgi.router.grpc_calls import Calls, ForbiddenError, UnknownModelError, answered, streamed
-from deepseek_tgi.router.model_changes import PLANS, ModelChanges, Wish
+from deepseek_tgi.router.model_changes import ModelChanges
 from deepseek_tgi.router.models import Models
 from deepseek_tgi.router.requests import GenerateRequest, Parameters
 from deepseek_tgi.router.served_model import ServedModel

@@ -13,61 +13,28 @@ Whatever fails, one model serves at the end, or the error says that none does.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from deepseek_tgi.errors import DeepseekTgiError, ResourceError
 from deepseek_tgi.pb import control_pb2 as pb
+from deepseek_tgi.router.change import Change, Wish, files_of
 from deepseek_tgi.router.config import RouterConfig
 from deepseek_tgi.router.control import ControlClient
 from deepseek_tgi.router.errors import ModelChangeError
-from deepseek_tgi.router.model_files import ModelFiles, load_model_files
-from deepseek_tgi.router.models import Models
+from deepseek_tgi.router.models import NOTHING_LOADED, Models
 from deepseek_tgi.router.repository import Repository
 from deepseek_tgi.router.served_model import ServedModel, Shared, idle, renamed
 from deepseek_tgi.router.startup import facts_of
 
 logger = logging.getLogger(__name__)
 
-PLANS = ("auto", "beside", "drain")
 KEPT_CHANGES = 20
 KEPT_BLOCKS = 1
 """Besides those of a longest request: what a shrunk cache keeps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """A model that somebody wants served; None leaves a matter open."""
-
-    model_id: str
-    revision: str | None = None
-    quantize: str | None = None
-    manifest_sha256: str | None = None
-    plan: str = "auto"
-
-
-@dataclass(slots=True)
-class Change:
-    """One change and how far it is; `pause_s` is how long new requests were held. Changed by `ModelChanges` alone."""
-
-    kind: str
-    model: str
-    state: str = "running"
-    plan: str = ""
-    stage: str = ""
-    percent: float = 0.0
-    error: str = ""
-    generation: int = 0
-    started_at: float = field(default_factory=time.time)
-    seconds: float = 0.0
-    pause_s: float = 0.0
-    steps: int = 0
 
 
 class ModelChanges:
@@ -115,7 +82,7 @@ class ModelChanges:
                 return change
             model = self._named(name)
             change.model = model.name
-            self.models.refuse("No model is loaded")
+            self.models.refuse(NOTHING_LOADED)
             await self._until_idle(model, change)
             await self._gone(model)
         return change
@@ -231,7 +198,7 @@ class ModelChanges:
             try:
                 await self._publish(await self._loaded(before, change, old.state.config), change)
             except DeepseekTgiError as worse:
-                self.models.refuse("No model is loaded")
+                self.models.refuse(NOTHING_LOADED)
                 raise ModelChangeError(
                     f"{error}; {old.name} could not be loaded again: {worse}; none serves"
                 ) from worse
@@ -246,7 +213,7 @@ class ModelChanges:
         try:
             await self._publish(await self._loaded(wish, change), change)
         except BaseException:
-            self.models.refuse("No model is loaded")
+            self.models.refuse(NOTHING_LOADED)
             raise
         change.pause_s = time.monotonic() - started
 
@@ -277,7 +244,7 @@ class ModelChanges:
         loaded = await self._control.load(request, self._told(change))
         try:
             named = known or renamed(config, loaded.folder, wish.model_id, wish.revision)
-            files = await asyncio.to_thread(_files, named, loaded)
+            files = await asyncio.to_thread(files_of, named, loaded)
             return self._shared.model(named, facts_of(named, loaded), files, generation)
         except ModelChangeError:
             await self._control.unload(generation)
@@ -317,6 +284,7 @@ class ModelChanges:
         model, self.asleep = self.asleep, None
         assert model is not None
         await self._gone(model)
+        self.models.refuse(NOTHING_LOADED)
 
     async def _until_idle(self, model: ServedModel, change: Change) -> None:
         seconds = self._shared.config.drain_timeout
@@ -386,11 +354,3 @@ class ModelChanges:
             change.seconds = time.monotonic() - started
             self._running = None
             self._move(change)
-
-
-def _files(config: RouterConfig, loaded: pb.LoadedModel) -> ModelFiles:
-    """Tokenizer and template of what the shards loaded. Raises `ModelChangeError` if another tokenizer lies there."""
-    found = hashlib.sha256((Path(loaded.folder) / "tokenizer.json").read_bytes()).hexdigest()
-    if found != loaded.tokenizer_sha256:
-        raise ModelChangeError(f"{loaded.folder}/tokenizer.json changed while the model was loaded")
-    return load_model_files(config)

@@ -31,7 +31,7 @@ class ModelState:
         self._directory.put(name, self._owner)
         if self._owner.apply(Event.SWAPPED, model=name, generation=generation):
             return
-        if self._owner.apply(Event.KEEP):
+        if self._owner.apply(Event.KEEP, model=name, generation=generation):
             return
         self._owner.apply(Event.LOAD)
         self._owner.apply(Event.LOADED)

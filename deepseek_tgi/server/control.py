@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from deepseek_tgi.adapters.hub import resolve_folder
 from deepseek_tgi.engine.memory import memory_of
-from deepseek_tgi.errors import ConfigError, NotReadyError
+from deepseek_tgi.errors import NotReadyError
 from deepseek_tgi.pb import control_pb2 as pb
 from deepseek_tgi.pb import control_pb2_grpc
 from deepseek_tgi.probes.owner import Owner
 from deepseek_tgi.probes.state import Event, State
-from deepseek_tgi.server.integrity import digest
+from deepseek_tgi.server.compatible import check_compatible
+from deepseek_tgi.server.control_messages import demand_of, loaded_pb, source_of, status_pb
 from deepseek_tgi.server.interceptors import status_of
 from deepseek_tgi.server.loader import Loaded, Loading, Recipe
 from deepseek_tgi.server.models import Demand, Held, Models, Source
@@ -188,7 +188,7 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:
         """What is held, and what goes on."""
         published = self._models.published
-        models = [_status_pb(held) for held in self._models.all()]
+        models = [status_pb(held) for held in self._models.all()]
         if self._change is not None:
             stage, percent = self._progress
             models.append(pb.ModelStatus(model_id=self._change, state="loading", stage=stage, percent=percent))
@@ -298,88 +298,6 @@ class _Change:
     def __exit__(self, *_: object) -> None:
         self._service._change = None
         self._service._progress = ("", 0.0)
-
-
-def check_compatible(before: Held, after: Held, loaded: Loaded) -> None:
-    """Raise `ConfigError` naming what a router that was told of `before` alone could not serve in `after`."""
-    assert before.engine is not None
-    old, facts = before.engine.facts(), loaded.facts
-    folder = resolve_folder(before.source.model_id, before.source.revision)
-    promised, given = before.limits, after.limits
-    assert promised is not None
-    assert given is not None
-    rules = (
-        ("vocabulary", old.vocab_size, facts.vocab_size),
-        ("tokenizer", digest(folder / "tokenizer.json"), loaded.tokenizer_sha256),
-        ("end tokens", sorted(old.eos_token_ids), sorted(facts.eos_token_ids)),
-        ("block size", before.info.block_size, after.info.block_size),
-        ("dtype and attention", before.info.attention_impl, after.info.attention_impl),
-        ("longest request", promised.max_total_tokens, given.max_total_tokens),
-        ("longest prompt", promised.max_input_tokens, given.max_input_tokens),
-        ("cache tokens", promised.max_supported_total_tokens, given.max_supported_total_tokens),
-    )
-    differences = [f"{name} {mine} and not {theirs}" for name, theirs, mine in rules if mine != theirs]
-    if differences:
-        raise ConfigError(
-            f"{after.source.model_id} cannot follow {before.source.model_id} behind a router that was told of one "
-            f"model: it has {'; '.join(differences)}"
-        )
-
-
-def source_of(message: pb.Source) -> Source:
-    """Where to load from. Raises `ConfigError` without a model."""
-    if not message.model_id:
-        raise ConfigError("load: no model; expected a hub id or a folder")
-    return Source(
-        message.model_id,
-        message.revision if message.HasField("revision") else None,
-        message.quantize if message.HasField("quantize") else None,
-        message.manifest_sha256 if message.HasField("manifest_sha256") else None,
-    )
-
-
-def demand_of(message: pb.Limits) -> Demand:
-    """The limits that are asked for."""
-    return Demand(
-        message.max_input_tokens if message.HasField("max_input_tokens") else None,
-        message.max_prefill_tokens,
-        message.max_total_tokens if message.HasField("max_total_tokens") else None,
-    )
-
-
-def loaded_pb(held: Held, loaded: Loaded) -> pb.LoadedModel:
-    """What a router must know to serve the model."""
-    info, limits = held.info, loaded.limits
-    return pb.LoadedModel(
-        generation=held.generation,
-        model_id=held.source.model_id,
-        revision=held.source.revision or "",
-        folder=str(loaded.folder),
-        dtype=info.dtype,
-        device_type=info.device_type,
-        block_size=info.block_size,
-        support_chunking=info.support_chunking,
-        use_prefix_caching=info.use_prefix_caching,
-        weight_bytes=loaded.facts.weight_bytes,
-        max_supported_total_tokens=limits.max_supported_total_tokens,
-        max_input_tokens=limits.max_input_tokens,
-        max_total_tokens=limits.max_total_tokens,
-        quantization=loaded.facts.quantization,
-        tokenizer_sha256=loaded.tokenizer_sha256,
-        seconds=loaded.seconds,
-    )
-
-
-def _status_pb(held: Held) -> pb.ModelStatus:
-    facts = None if held.engine is None else held.engine.facts()
-    return pb.ModelStatus(
-        generation=held.generation,
-        model_id=held.source.model_id,
-        revision=held.source.revision or "",
-        state="sleeping" if held.asleep else "ready",
-        weight_bytes=0 if facts is None else facts.weight_bytes,
-        cache_bytes=0 if facts is None else facts.cache_bytes,
-    )
 
 
 def _nobody(call: int) -> int:

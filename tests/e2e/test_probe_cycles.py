@@ -1,6 +1,6 @@
 """A server started and stopped again and again under probes that never pause: no answer may be wrong at any moment.
 
-Right means: nothing but "not there" before the process listens; live from then to its end; started and ready only once
+Right means: nothing but "not there" before the process listens; live until it has stopped; started and ready only once
 a request would be answered, and not ready within a second of the signal to stop; the same over `grpc.health.v1`.
 """
 
@@ -73,7 +73,13 @@ def cycle(model: Path, folder: Path) -> tuple[float, float]:
             health.close()
         finally:
             server.stop()
-    for face, allowed in (("livez", [0, 200, 0]), ("startupz", [0, 503, 200, 0]), ("readyz", [0, 503, 200, 503, 0])):
+    # A process that has stopped is not live in the moment before it is gone; nobody restarts what was asked to stop.
+    assert all(change.at > told_at for change in watch.changes if (change.face, change.status) == ("livez", 503))
+    for face, allowed in (
+        ("livez", [0, 200, 503, 0]),
+        ("startupz", [0, 503, 200, 0]),
+        ("readyz", [0, 503, 200, 503, 0]),
+    ):
         seen = iter(allowed)
         # In order; what lies between two looks may be missed, and nothing else may be seen.
         assert all(status in seen for status in watch.seen(face)), f"{face}: {watch.seen(face)}, {watch.changes}"

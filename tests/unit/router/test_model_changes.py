@@ -18,11 +18,12 @@ from deepseek_tgi.errors import NotReadyError, OverloadedError
 from deepseek_tgi.pb import control_pb2_grpc
 from deepseek_tgi.probes.state import State
 from deepseek_tgi.router.assembly import Router, assemble
+from deepseek_tgi.router.change import Change, Wish
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import from_sources
 from deepseek_tgi.router.errors import ModelChangeError
 from deepseek_tgi.router.infer import Generated
-from deepseek_tgi.router.model_changes import Change, ModelChanges, Wish
+from deepseek_tgi.router.model_changes import ModelChanges
 from deepseek_tgi.router.model_files import load_model_files
 from deepseek_tgi.router.requests import GenerateRequest, Parameters
 from deepseek_tgi.router.startup import introduce
