@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from deepseek_tgi.launcher.main import StopSignals
+from deepseek_tgi.probes import exec_probe
 
 STUB = str(Path(__file__).parents[2] / "stub_launcher.py")
 ROUTER = """#!/bin/sh
@@ -164,6 +165,29 @@ def test_children_are_called_as_tgi_calls_them(launch: Launch) -> None:
     assert env["DEEPSEEK_TGI_KV_MEMORY"] == "1048576"
     assert {"PREFIX_CACHING", "ATTENTION"} <= env.keys()
     assert f"--master-shard-uds-path {launcher.folder}/s-0 --tokenizer-name {launcher.folder}/model" in launcher.words()
+
+
+def test_behind_tgis_router_each_rank_answers_probes_itself(launch: Launch) -> None:
+    port = free_port_pair()
+    launcher = launch("--num-shard", "2", "--probe-port", str(port))
+    launcher.wait_for("router starts with")
+    assert f"--probe-port {port}" not in launcher.words(), "TGI's router knows no such option"
+    for rank in range(2):
+        statuses = [exec_probe.ask(("127.0.0.1", port + rank), path, 5.0)[0] for path in ("/livez", "/readyz")]
+        assert statuses == [200, 503], "this router never warms up"
+
+
+def free_port_pair() -> int:
+    """A port that is free, and the next one too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
 
 
 def test_a_weights_folder_is_what_all_children_read(launch: Launch) -> None:
