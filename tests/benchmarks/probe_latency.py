@@ -93,13 +93,14 @@ def percentile(samples: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measure(tokens: int) -> dict[str, Any]:
+def measure(tokens: int, threads: int) -> dict[str, Any]:
     """Start a server, let it read one prompt, and probe meanwhile."""
     probe_port = free_port()
     limits = ["--max-input-tokens", str(tokens), "--max-total-tokens", str(tokens + 16)]
     limits += ["--max-batch-prefill-tokens", str(tokens)]
     with tempfile.TemporaryDirectory() as folder:
-        server = LaunchedServer.start("smollm2", Path(folder), [*limits, "--probe-port", str(probe_port)])
+        options = [*limits, "--probe-port", str(probe_port), "--num-threads", str(threads)]
+        server = LaunchedServer.start("smollm2", Path(folder), options)
         try:
             return probed(server, probe_port, tokens)
         finally:
@@ -146,9 +147,10 @@ def main() -> None:
     """Measure and print; with `--out`, write too."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--threads", type=int, default=0, help="of the shard; 0 for all cores")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    report = measure(given.tokens)
+    report = measure(given.tokens, given.threads) | {"threads": given.threads or os.cpu_count()}
     report["cost_of_an_answer_us"] = round(1e6 * cost_s(), 1)
     report["load_average"] = os.getloadavg()[0]
     print(json.dumps(report, indent=2))
