@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from builders import tiny_checkpoint
+from engine_driver import Driver
 from ranks import on_ranks, unused_port
 
 from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter
 from deepseek_tgi.adapters.decode_graphs import CudaCapture
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.adapters.rendezvous import Meeting, join
-from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.core import ForwardInputs, SamplingParams
+from deepseek_tgi.engine.config import EngineConfig
 from deepseek_tgi.kernels.device_set import TRITON_PROVIDERS
 from deepseek_tgi.kv.pool import KVPool
 
@@ -216,3 +218,27 @@ def test_two_ranks_give_what_one_gives(family_dir: Path, graphs: tuple[int, ...]
     first, second = on_ranks(2, rank)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     require_near(first, want, TOLERANCE)
+
+
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+def test_an_engine_on_a_gpu_serves_what_one_on_a_cpu_does(cache: str) -> None:
+    """Warm-up, prompts that join decoding requests, graphs that follow while nothing runs, sampling, all of it."""
+    prompts = ("The capital of France is", "Once upon a time there was", "Water boils at")
+    texts: list[list[str]] = []
+    for options in (replace(CPU, kv_cache_dtype="bfloat16" if cache == "auto" else cache), GPU):
+        with loaded("demo", replace(options, kv_cache_dtype=cache) if options is GPU else options) as adapter:
+            driver = Driver(adapter, EngineConfig(max_batch_size=8), max_prefill=128, max_total=128)
+            first = driver.request(prompts[0], 6)
+            batch = driver.prefill(first.id, first).batch
+            assert batch is not None
+            batch = driver.decode(batch.id).batch
+            others = [driver.request(text, 6) for text in prompts[1:]]
+            driver.finish(driver.prefill(others[0].id, *others, cached=batch).batch)
+            while driver.engine.go_on_preparing():
+                pass
+            drawn = driver.request(prompts[0], 6, sampling=SamplingParams(temperature=0.01, seed=5))
+            driver.run(drawn)
+            driver.engine.health()
+            texts.append([driver.results[number].final.text for number in range(4)])
+            driver.engine.close()
+    assert texts[0] == texts[1]

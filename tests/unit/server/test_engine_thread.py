@@ -57,7 +57,11 @@ async def test_spare_work_waits_for_calls_and_gives_up_on_an_error(caplog: pytes
         loop.call_soon_threadsafe(tried.set)
         raise ValueError("no memory")
 
-    call = asyncio.ensure_future(thread.run(lambda: (gate.wait(), order.append("call"))))
+    def wait() -> None:
+        gate.wait()
+        order.append("call")
+
+    call = asyncio.ensure_future(thread.run(wait))
     await asyncio.sleep(0)
     thread.while_idle(piece, idle_s=0)
     for _ in range(5):
