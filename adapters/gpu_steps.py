@@ -12,6 +12,7 @@ from deepseek_tgi.adapters.decode_graphs import Capture, CudaCapture, DecodeGrap
 from deepseek_tgi.adapters.models.decoder import Decoder
 from deepseek_tgi.adapters.staging import InputStage, check_values
 from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.errors import GenerationError
 from deepseek_tgi.kernels.device_set import syncing_ops
 from deepseek_tgi.kernels.select import KernelSet
 from deepseek_tgi.kv.pool import KVPool, LayerByLayer
@@ -85,14 +86,18 @@ class GpuSteps:
             if made is not logits:  # put together from the ranks'
                 logits.copy_(made)
 
-        self._pool = pool
-        self._graphs = DecodeGraphs(spec, step, self._device, self._make_capture(self._device))
-        self._graphs.record_first()
-        while decoder.several_ranks and self._graphs.record_next():
-            pass  # all ranks record together, now or never
+        graphs = DecodeGraphs(spec, step, self._device, self._make_capture(self._device))
+        try:
+            graphs.record_first()
+            while decoder.several_ranks and graphs.record_next():
+                pass  # all ranks record together, now or never
+        except (RuntimeError, GenerationError) as error:
+            logger.warning("decode steps are not recorded in graphs, and slower: %s", str(error).splitlines()[0])
+            return
+        self._pool, self._graphs = pool, graphs
         logger.info(
             "decode steps recorded for batches of %s; %d more sizes follow when there is time",
-            ", ".join(map(str, self._graphs.recorded)), len(spec.buckets) - len(self._graphs.recorded),
+            ", ".join(map(str, graphs.recorded)), len(spec.buckets) - len(graphs.recorded),
         )  # fmt: skip
 
     def go_on_preparing(self) -> bool:

@@ -21,6 +21,8 @@ def kv_write(
     kept = slots >= 0
     if not bool(kept.all()):
         k, v, slots, positions = k[kept], v[kept], slots[kept], positions[kept]
+        if not slots.numel():
+            return
     page, place = slots // pages.block_size, slots % pages.block_size
     for (rows, scales), store, places in (
         (stored_keys(pages, k, placed, positions), pages.k, pages.k_scale),

@@ -202,6 +202,27 @@ def test_kernels_that_ask_the_device_are_said(model: QuantizedModelAdapter, capl
     assert not steps.go_on_preparing()
 
 
+def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(
+    model: QuantizedModelAdapter, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refusing(device: torch.device) -> Callable[[Callable[[], None]], Callable[[], None]]:
+        def capture(run: Callable[[], None]) -> Callable[[], None]:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+        return capture
+
+    size = model.kv_layout.block_size
+    steps = GpuSteps(GpuModel(model._decoder, recordable(), model.info.vocab_size, size), CPU, refusing)
+    pool = KVPool(model.kv_layout, 4)
+    with caplog.at_level(logging.WARNING):
+        steps.open_pool(pool, 2, 32)
+    assert "not recorded in graphs, and slower: operation not permitted" in caplog.text
+    inputs = decode_inputs([0], torch.tensor([[1, 2]], dtype=torch.int32))
+    expected = model.step(inputs, KVPool(model.kv_layout, 4))
+    assert torch.equal(steps.step(inputs, pool), expected)
+    assert not steps.go_on_preparing()
+
+
 def test_ids_and_slots_are_looked_at_before_they_are_moved(model: QuantizedModelAdapter) -> None:
     pool = KVPool(model.kv_layout, 4)
     steps = steps_of(model, recordable(), (1,))

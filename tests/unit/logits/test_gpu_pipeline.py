@@ -38,6 +38,9 @@ class Even:
 
     def accept(self, token_id: int) -> None: ...
 
+    def fault(self) -> str:
+        return ""
+
 
 def states(kinds: list[str]) -> list[SamplingState]:
     made = [sampling_state(KINDS[kind], PROMPT, top_n_tokens=3 if kind == "greedy" else 0) for kind in kinds]
