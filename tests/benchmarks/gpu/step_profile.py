@@ -1,7 +1,10 @@
 """Where the time of a step goes: its kernels by name, as torch's profiler sees them.
 
 python -m tests.benchmarks.gpu.step_profile [--models llama lite] [--cache bfloat16] [--batches 1 16]
-    [--context 1024] [--prompt 4096]
+    [--context 1024] [--prompt 4096] [--serial]
+
+A kernel that starts while the one before it ends is counted from its start, so the sum may exceed the step; with
+`--serial` none does, and the step takes longer.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from deepseek_tgi.adapters.base import LoadOptions
+from deepseek_tgi.kernels.cuda.driver import DriverPrograms
+from deepseek_tgi.kernels.cuda.machine import machine_of
 from tests.benchmarks.gpu.random_model import RandomBackend, write_folder
 from tests.benchmarks.gpu.whole_model import (
     MAX_TOKENS,
@@ -39,7 +44,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=0)
     parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--serial", action="store_true")
     args = parser.parse_args(argv)
+    if args.serial:
+        programs = machine_of(torch.device("cuda:0")).programs
+        assert isinstance(programs, DriverPrograms)
+        programs._overlaps = False
     for name in args.models:
         profiled(name, args)
         torch.cuda.empty_cache()
