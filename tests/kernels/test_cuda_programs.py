@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +12,22 @@ from emulation.emulated import EmulatedPrograms
 
 from deepseek_tgi.errors import DeviceError
 from deepseek_tgi.kernels.cuda import nvrtc
-from deepseek_tgi.kernels.cuda.program import spec
+from deepseek_tgi.kernels.cuda.program import KernelSpec, spec
 
 SIGNATURE = "plpfpli"
+
+
+def norm(**macros: int) -> KernelSpec:
+    """The norm of float32 rows, element by element."""
+    return spec("rms_norm", "rms_norm", SIGNATURE, **{"RUNS": 0, "X_BF16": 0, "OUT_BF16": 0, **macros})
 
 
 @pytest.mark.parametrize("width", [1, 31, 128, 300])
 @pytest.mark.parametrize("threads", [32, 128])
 def test_an_emulated_kernel_computes_what_its_source_says(width: int, threads: int) -> None:
-    kernel = EmulatedPrograms().kernel(spec("rms_norm", "rms_norm", SIGNATURE, THREADS=threads, X_BF16=0, OUT_BF16=0))
+    kernel = EmulatedPrograms().kernel(
+        spec("rms_norm", "rms_norm", SIGNATURE, THREADS=threads, RUNS=0, X_BF16=0, OUT_BF16=0)
+    )
     x, weight = torch.randn(5, width), torch.randn(width)
     out = torch.full((5, width), float("nan"))
     kernel((5, 1, 1), threads, (x, width, weight, 1e-5, out, width, width))
@@ -29,7 +37,7 @@ def test_an_emulated_kernel_computes_what_its_source_says(width: int, threads: i
 
 
 def test_a_kernel_with_another_number_of_parameters_is_noticed() -> None:
-    kernel = EmulatedPrograms().kernel(spec("rms_norm", "rms_norm", "plpf", THREADS=32, X_BF16=0, OUT_BF16=0))
+    kernel = EmulatedPrograms().kernel(replace(norm(THREADS=32), signature="plpf"))
     with pytest.raises(AssertionError, match="takes 7 parameters"):
         kernel((1, 1, 1), 32, (torch.randn(1, 4), 4, torch.randn(4), 1e-5))
 
@@ -37,18 +45,18 @@ def test_a_kernel_with_another_number_of_parameters_is_noticed() -> None:
 def test_machine_code_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     monkeypatch.setenv("DEEPSEEK_TGI_CACHE", str(tmp_path))
-    wanted = spec("rms_norm", "rms_norm", SIGNATURE, THREADS=128, X_BF16=0, OUT_BF16=1)
+    wanted = norm(THREADS=128)
     code = nvrtc.machine_code(wanted, "sm_90a")
     assert code.startswith(b"\x7fELF")
     assert b"rms_norm" in code
     (kept,) = (tmp_path / "cuda").iterdir()
     kept.write_bytes(b"kept")
     assert nvrtc.machine_code(wanted, "sm_90a") == b"kept"
-    other = nvrtc.machine_code(spec("rms_norm", "rms_norm", SIGNATURE, THREADS=64, X_BF16=0, OUT_BF16=1), "sm_90a")
+    other = nvrtc.machine_code(norm(THREADS=64), "sm_90a")
     assert other.startswith(b"\x7fELF")
 
 
 def test_a_source_that_does_not_compile_is_refused_with_the_compilers_words() -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     with pytest.raises(DeviceError, match=r'(?s)rms_norm.*sm_90a.*"X_BF16" is undefined'):
-        nvrtc.compile_source(spec("rms_norm", "rms_norm", SIGNATURE, THREADS=128), "sm_90a")
+        nvrtc.compile_source(spec("rms_norm", "rms_norm", SIGNATURE, THREADS=128, RUNS=0), "sm_90a")

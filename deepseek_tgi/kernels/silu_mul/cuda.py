@@ -12,7 +12,7 @@ from deepseek_tgi.kernels.cuda.machine import machine_of
 from deepseek_tgi.kernels.cuda.program import Programs, spec
 from deepseek_tgi.kernels.silu_mul import check_silu_mul
 
-THREADS = 256
+THREADS, EIGHT = 128, 8
 
 if TYPE_CHECKING:
     from deepseek_tgi.kernels.select import KernelSet
@@ -36,8 +36,10 @@ class CudaSiluMul:
         if out is None:
             out = gate_up.new_empty(rows, width)
         if rows:
-            kernel = self._programs.kernel(
-                spec("silu_mul", "silu_mul", "ppi", BF16=int(gate_up.dtype is torch.bfloat16))
-            )
-            kernel((-(-width // THREADS), rows, 1), THREADS, (gate_up, out, width), overlap=True)
+            narrow = gate_up.dtype is torch.bfloat16
+            aligned = width % EIGHT == 0 and gate_up.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
+            eight = narrow and aligned
+            kernel = self._programs.kernel(spec("silu_mul", "silu_mul", "ppi", BF16=int(narrow), EIGHT=int(eight)))
+            each = THREADS * (EIGHT if eight else 1)
+            kernel((-(-width // each), rows, 1), THREADS, (gate_up, out, width), overlap=True)
         return out
