@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serving(commands)
     _add_models(commands)
     _add_changes(commands)
+    _add_gpu(commands)
     _add_backends(commands)
     return parser
 
@@ -163,6 +164,29 @@ def _add_changes(commands: Commands) -> None:
             one.add_argument("--manifest-sha256", help="refuse it unless its SHA256SUMS file has this digest")
             one.add_argument("--plan", choices=["auto", "beside", "drain"], help="how (default auto)")
             one.add_argument("--socket", help="stem of the shards' sockets, for a server behind TGI's own router")
+
+
+def _add_gpu(commands: Commands) -> None:
+    tune = _add(
+        commands,
+        "tune",
+        _tune,
+        "measure which kernels are fastest for a model on this GPU",
+        "tune --model-id /models/r1",
+    )
+    tune.add_argument("--model-id", help="demo, smollm2, a folder or a hub id: its INT4 weights are measured")
+    tune.add_argument("--revision", help="hub revision")
+    tune.add_argument("--num-shard", type=int, default=1, help="ranks the model is cut for (default 1)")
+    tune.add_argument(
+        "--weight",
+        action="append",
+        default=[],
+        metavar="NxK[gG]",
+        help="a weight of N outputs and K inputs in groups of G (default 128), instead; may be given again",
+    )
+    tune.add_argument("--rows", help="numbers of rows, 1,8,64 (default: 1 to 4096 in steps)")
+    tune.add_argument("--device", default="cuda:0", help="GPU to measure on (default cuda:0)")
+    tune.add_argument("--out", type=Path, help="file to write (default: the user's cache, where serving looks)")
 
 
 def _add_backends(commands: Commands) -> None:
@@ -277,6 +301,25 @@ def _quantize(parsed: argparse.Namespace) -> int:
 
     quantize_rtn(parsed.source, parsed.out, parsed.group_size, sys.stderr.isatty())
     print(f"wrote {parsed.out}")
+    return 0
+
+
+def _tune(parsed: argparse.Namespace) -> int:
+    from deepseek_tgi.errors import ConfigError
+    from deepseek_tgi.kernels.int4_linear import tune
+
+    shapes = [tune.parse(text) for text in parsed.weight]
+    if parsed.model_id:
+        from deepseek_tgi.adapters.packed_shapes import int4_shapes
+
+        shapes += [tune.Wanted(*each) for each in int4_shapes(parsed.model_id, parsed.revision, parsed.num_shard)]
+    if not shapes:
+        raise ConfigError("tune: no INT4 weight to measure; give --model-id of a model that has some, or --weight")
+    rows = tune.parse_rows(parsed.rows)
+    path, lines = tune.run(parsed.device, sorted(set(shapes)), rows, parsed.out, progress=sys.stderr.isatty())
+    for line in lines:
+        print(line)
+    print(f"wrote {path}")
     return 0
 
 

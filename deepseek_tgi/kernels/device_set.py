@@ -35,6 +35,7 @@ CUDA_PROVIDERS: tuple[str, ...] = (
     "deepseek_tgi.kernels.route.cuda",
     "deepseek_tgi.kernels.moe.cuda",
     "deepseek_tgi.kernels.int4_linear.cuda",
+    "deepseek_tgi.kernels.int4_linear.cuda_fused",
     "deepseek_tgi.kernels.dense_linear.cuda",
     "deepseek_tgi.kernels.kv_write.cuda",
     "deepseek_tgi.kernels.paged_attention.cuda",

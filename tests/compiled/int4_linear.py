@@ -11,8 +11,7 @@ from deepseek_tgi.kernels.int4_linear.panel import PanelShape, panel_spec
 from deepseek_tgi.kernels.int4_linear.stream import StreamCall, StreamShape, stream_spec
 
 CALL = StreamCall(group=128, scale_kind=1, x_bf16=True, out_bf16=True)
-MUST = (WIDE_COPY, MATRIX_BF16, r"LDSM\.16\.M88\.4", r"HFMA2\.BF16.*")
-ONE = StreamShape(split=8, depth=8, warps=16)
+MUST = (WIDE_COPY, MATRIX_BF16, r"LDSM\.16\.M88\.4")
 
 
 def panel(tokens: int, warpgroups: int, stages: int, registers: int) -> CudaKernel:
@@ -23,12 +22,18 @@ def panel(tokens: int, warpgroups: int, stages: int, registers: int) -> CudaKern
 
 
 CUDA = [
-    CudaKernel(stream_spec(ONE, CALL, rows=1, stages=32), 64, MUST),
+    CudaKernel(stream_spec(StreamShape(split=8, depth=5, warps=16), CALL, rows=1, stages=32), 64, MUST),
     CudaKernel(
-        stream_spec(StreamShape(row_tiles=2, split=4, depth=4, cluster=4), CALL, rows=32, stages=32),
-        168,
+        stream_spec(StreamShape(row_tiles=2, split=4, depth=3, cluster=2, warps=16), CALL, rows=16, stages=32),
+        128,
         (*MUST, r"UCGABAR.*"),
-        archs=("sm_90a",),
+        archs=(HOPPER,),
+    ),
+    CudaKernel(
+        stream_spec(StreamShape(split=2, depth=3, cluster=2, warps=16, together=1), CALL, rows=32, stages=32),
+        128,
+        (WIDE_COPY, WARPGROUP_MATRIX),
+        archs=(HOPPER,),
     ),
     CudaKernel(
         dequantised.dequantise_spec(group=128, scale_kind=1, out_bf16=True),

@@ -16,7 +16,7 @@ from deepseek_tgi.launcher import main as launcher
 
 COMMANDS = (
     *("quickstart", "launch", "info", "shim", "download-weights", "import-gguf", "quantize", "backends"),
-    "check-backend",
+    *("check-backend", "tune"),
 )
 
 

@@ -1,7 +1,7 @@
 """INT4 linear on a GPU: which kernel multiplies, and what it must be given.
 
-Activations are rounded to bfloat16 before the product, sums are float32. Up to `stream.MAX_ROWS` rows weights enter the
-products exactly; beyond, the product is of weights rounded to bfloat16, as a dequantised model has them.
+Activations are rounded to bfloat16 before the product, sums are float32. In the kernel for few rows weights enter the
+products exactly; in the others they are rounded to bfloat16 once, as a dequantised model has them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ from deepseek_tgi.kernels.common import (
 )
 from deepseek_tgi.kernels.compiler import BuildError
 from deepseek_tgi.kernels.cuda.machine import Machine, machine_of
-from deepseek_tgi.kernels.int4_linear import dequantised, layout, stream
+from deepseek_tgi.kernels.int4_linear import dequantised, layout, panel, stream
+from deepseek_tgi.kernels.int4_linear.choice import Chooser, tables_for
 from deepseek_tgi.kernels.int4_linear.cpu import NibbleInt4
 from deepseek_tgi.kernels.int4_linear.layout import CudaInt4
+from deepseek_tgi.kernels.int4_linear.panel import PanelShape
+from deepseek_tgi.kernels.int4_linear.stream import StreamShape
+from deepseek_tgi.kernels.wide_product import wide_product
 
 if TYPE_CHECKING:
     from deepseek_tgi.kernels.select import KernelSet
@@ -38,7 +42,8 @@ def provide(kernels: KernelSet) -> KernelSet:
     """See `device_set.Provider`."""
     if kernels.compute_dtype is ComputeDtype.FLOAT32:
         raise BuildError("INT4 products on a GPU are of bfloat16 activations, and float32 compute was asked for")
-    ops = Int4Ops(machine_of(kernels.device))
+    machine = machine_of(kernels.device)
+    ops = Int4Ops(machine, Chooser(tables_for(kernels.device), machine.multiprocessors, machine.capability))
     return replace(kernels, pack_int4=Packer(kernels.device), int4_linear=ops.int4_linear)
 
 
@@ -63,6 +68,7 @@ class Int4Ops:
     """The op on one device."""
 
     machine: Machine
+    chooser: Chooser
 
     def int4_linear(
         self,
@@ -78,11 +84,14 @@ class Int4Ops:
         y = torch.empty(rows, w.out_features, dtype=torch.float32, device=x.device) if out is None else out
         if rows == 0:
             return y
-        narrow = residual is None or residual.dtype == torch.float32
-        if isinstance(w, CudaInt4) and rows <= stream.MAX_ROWS and narrow and stream_takes(x):
-            shape = self.shape_for(w, rows)
-            if shape is not None:
-                stream.launch(self.machine, shape, x, w, y, bias=bias, residual=residual)
+        if isinstance(w, CudaInt4) and (residual is None or residual.dtype == torch.float32):
+            choice = self.chooser.choice(w, rows)
+            if isinstance(choice, StreamShape):
+                stream.launch(self.machine, choice, in_vectors(x), w, y, bias=bias, residual=residual)
+                return y
+            if isinstance(choice, PanelShape):
+                narrow = in_vectors(x.to(torch.bfloat16))
+                panel.launch(self.machine, choice, narrow, w, y, bias=bias, residual=residual)
                 return y
         return finish(self._product(x, w, y.dtype == torch.float32), bias, residual, y)
 
@@ -91,20 +100,13 @@ class Int4Ops:
             return dequantised.multiply(self.machine.programs, x.to(torch.bfloat16), w, wide)
         assert isinstance(w, NibbleInt4)
         weight = w.dequantise().to(torch.bfloat16)
-        return dequantised.wide_product(x.to(torch.bfloat16), weight)
-
-    def shape_for(self, w: CudaInt4, rows: int) -> stream.StreamShape | None:
-        """How to cut `w` for `rows` rows; None where nothing fits."""
-        for shape in stream.default_shapes(w, rows, self.machine.multiprocessors):
-            if stream.fits(shape, rows, w, self.machine.capability):
-                return shape
-        return None
+        return wide_product(x.to(torch.bfloat16), weight)
 
 
-def stream_takes(x: torch.Tensor) -> bool:
-    """Whether the kernels can read `x` in vectors: dense rows, aligned to 16 bytes."""
-    size = x.element_size()
-    return x.stride(1) == 1 and x.stride(0) * size % 16 == 0 and x.data_ptr() % 16 == 0
+def in_vectors(x: torch.Tensor) -> torch.Tensor:
+    """`x` as the kernels read it: dense rows, aligned to 16 bytes; a copy where they are not."""
+    aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return x if x.stride(1) == 1 and aligned else x.contiguous()
 
 
 def finish(

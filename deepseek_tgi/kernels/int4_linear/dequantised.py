@@ -9,6 +9,7 @@ import torch
 
 from deepseek_tgi.kernels.cuda.program import KernelSpec, Programs, spec
 from deepseek_tgi.kernels.int4_linear.layout import CHUNK, CudaInt4
+from deepseek_tgi.kernels.wide_product import wide_product
 
 SOURCE = "int4_dequantise"
 SIGNATURE = "pppiiii"
@@ -45,10 +46,3 @@ def multiply(programs: Programs, x: torch.Tensor, w: CudaInt4, wide: bool) -> to
     """`x [M, K]` times the weight in x's precision; the sum is rounded to it unless `wide` wants float32."""
     weight = dequantise(programs, w, x.dtype)
     return wide_product(x, weight) if wide else torch.nn.functional.linear(x, weight)
-
-
-def wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x weight^T` as float32, not rounded to the operands' precision where torch can."""
-    if x.dtype == torch.float32 or not x.is_cuda:
-        return torch.nn.functional.linear(x.float(), weight.float())
-    return torch.mm(x, weight.t(), out_dtype=torch.float32)

@@ -17,13 +17,6 @@ constexpr u32 ONE_TO_128 = 0x43004300u;  // 128.0 in both halves: a code in the 
 // The codes in the lowest nibbles of both halves, each plus 128, as bfloat16: exact.
 DEVICE u32 widen(u32 word) { return lop3<0xEA>(word, 0x000F000Fu, ONE_TO_128); }
 
-// Four registers of A as `code - zero`, exactly; `zero0`, `zero1` hold 128 + zero of rows g, g + 8 in both halves.
-DEVICE void weight_fragment(u32 (&a)[4], u32 word, u32 zero0, u32 zero1) {
-  a[0] = bf16_sub(widen(word), zero0);
-  a[1] = bf16_sub(widen(word >> 4), zero1);
-  a[2] = bf16_sub(widen(word >> 8), zero0);
-  a[3] = bf16_sub(widen(word >> 12), zero1);
-}
 DEVICE float scale_of(u32 bits) {
   return SCALE_KIND == 0 ? bits_float(bits) : SCALE_KIND == 1 ? half_low(bits) : bf16_low(bits);
 }

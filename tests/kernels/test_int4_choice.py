@@ -1,0 +1,119 @@
+"""Which INT4 kernel is chosen: measured tables first, a rule after, and never one that cannot run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepseek_tgi import cli
+from deepseek_tgi.errors import ConfigError
+from deepseek_tgi.kernels.int4_linear import choice, layout, stream, tune
+from deepseek_tgi.kernels.int4_linear.choice import Chooser, Table, read_table, write_table
+from deepseek_tgi.kernels.int4_linear.panel import PanelShape
+from deepseek_tgi.kernels.int4_linear.stream import StreamShape
+
+FEW, MANY = StreamShape(split=2, depth=3, warps=4), PanelShape(tokens=64, warpgroups=1, stages=3)
+
+
+def weight(n: int = 64, k: int = 512, group_size: int = 128) -> layout.CudaInt4:
+    codes = torch.zeros(n, k, dtype=torch.uint8)
+    zeros, scales = torch.zeros(n, k // group_size, dtype=torch.uint8), torch.ones(n, k // group_size)
+    return layout.pack(codes, zeros, scales, group_size)
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    weights: dict[str, dict[int, choice.Choice]] = {"64x512g128": {1: FEW, 64: MANY, 4096: None}}
+    write_table(tmp_path / "t.json", weights, {"gpu": "one"})
+    read = read_table(tmp_path / "t.json")
+    assert read is not None
+    assert read.weights == weights
+
+
+def test_no_table_is_no_error_and_a_broken_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_table(tmp_path / "none.json") is None
+    assert not caplog.records
+    for content in ("{", "[]", '{"weights": {"a": {"1": {"kernel": "other"}}}}', '{"weights": {"a": {"x": {}}}}'):
+        caplog.clear()
+        (tmp_path / "bad.json").write_text(content)
+        assert read_table(tmp_path / "bad.json") is None
+        assert "bad.json" in caplog.text
+
+
+def test_a_measured_number_of_rows_stands_for_those_below_it() -> None:
+    chooser = Chooser((Table("t", {"64x512g128": {8: FEW, 64: MANY, 4096: None}}),), 3, 90)
+    assert chooser.choice(weight(), 5) == FEW
+    assert chooser.choice(weight(), 8) == FEW
+    assert chooser.choice(weight(), 50) == MANY
+    assert chooser.choice(weight(), 9000) is None
+
+
+def test_the_first_table_that_knows_decides() -> None:
+    other = StreamShape(split=1, depth=4, warps=2)
+    first, second = Table("a", {"64x512g128": {1: other}}), Table("b", {"64x512g128": {1: FEW, 8: FEW}})
+    chooser = Chooser((first, second), 3, 90)
+    assert chooser.choice(weight(), 1) == other
+    assert chooser.choice(weight(), 7) == FEW
+
+
+def test_what_cannot_run_is_passed_over() -> None:
+    clusters = StreamShape(split=1, depth=3, cluster=2, warps=4)
+    huge = StreamShape(split=1, depth=64, warps=16)
+    for shape, capability in ((clusters, 80), (huge, 90), (MANY, 80)):
+        chooser = Chooser((Table("t", {"64x512g128": {1: shape}}),), 3, capability)
+        chosen = chooser.choice(weight(), 1)
+        assert chosen != shape
+        assert choice.runs(chosen, 1, weight(), capability)
+
+
+def test_a_weight_nobody_measured_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    chooser = Chooser((), 3, 90)
+    with caplog.at_level(logging.INFO):
+        for rows in (1, 2, 1, 40):
+            chooser.choice(weight(), rows)
+    assert [record.getMessage() for record in caplog.records] == [
+        "INT4 weight 64x512g128: not measured on this GPU, kernels are chosen by rule (deepseek-tgi tune measures)"
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32], ids=lambda m: f"M{m}")
+@pytest.mark.parametrize(
+    "size", [(28672, 4096, 128), (4096, 14336, 128), (4608, 3584, 128), (64, 64, 32), (16, 128, 128)], ids=str
+)
+def test_the_rule_finds_a_shape_for_few_rows_that_fits(size: tuple[int, int, int], rows: int) -> None:
+    n, k, group = size
+    tiles = -(-n // 64) * 4
+    metas = torch.empty(tiles, k // group, 8, 2, 1, dtype=torch.int32, device="meta")
+    packed = layout.CudaInt4(torch.empty(tiles, k // 64, 32, 4, device="meta"), metas, size, 1)
+    tried = stream.candidates(packed, rows, 132)
+    assert all(stream.fits(shape, rows, packed, 90) for shape in tried)
+    assert tried
+
+
+def test_shapes_on_the_command_line() -> None:
+    assert tune.parse("28672x4096") == tune.Wanted(28672, 4096, 128)
+    assert tune.parse("64x96g32") == tune.Wanted(64, 96, 32)
+    for text in ("28672", "0x4096", "64x100", "64x96g48x", "64x96g24"):
+        with pytest.raises(ConfigError, match="weight"):
+            tune.parse(text)
+    assert tune.parse_rows("8,1,8") == (1, 8)
+    assert tune.parse_rows(None) == choice.ROWS
+    for text in ("3", "1,,8", "x"):
+        with pytest.raises(ConfigError, match="rows"):
+            tune.parse_rows(text)
+
+
+def test_tuning_without_a_gpu_or_without_weights_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--weight", "64x128", "--device", "cpu"]) == 2
+    assert "expected an NVIDIA GPU" in capsys.readouterr().err
+    assert cli.main(["tune"]) == 2
+    assert "no INT4 weight to measure" in capsys.readouterr().err
+
+
+def test_shipped_tables_read() -> None:
+    for path in choice.SHIPPED.glob("*.json"):
+        table = read_table(path)
+        assert table is not None, path
+        assert all(set(steps) <= set(choice.ROWS) for steps in table.weights.values())
