@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +19,7 @@ from deepseek_tgi.engine.prefix_guard import PrefixGuard
 from deepseek_tgi.engine.report import ended_early, take_token
 from deepseek_tgi.engine.sequence import Sequence
 from deepseek_tgi.engine.step import DecodePlan, RaggedStep, ragged_step
-from deepseek_tgi.errors import GenerationError
+from deepseek_tgi.errors import DeepseekTgiError, GenerationError
 from deepseek_tgi.kv.pool import KVPool
 from deepseek_tgi.logits.pipeline import Choice, SamplingPlan, identity
 from deepseek_tgi.logits.watermark import Watermark
@@ -40,8 +41,23 @@ class Stepped:
         return StepTimings(self.forward_ns, self.decode_ns, total_ns, concat_ns)
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step that was launched before anybody asked for it: the next of `plan`, whose logits lie on the device."""
+
+    plan: DecodePlan
+    inputs: ForwardInputs
+    logits: torch.Tensor
+
+
 class Runner:
     """Runs steps over one pool. Owns the pool's guard; batches are handed in and out.
+
+    On a GPU the next step of a batch that goes on whole is launched before the answer to this one is on its way.
+    Choice: it is what a router nearly always asks for next, and what it writes is what the batch's own next step would
+    write, in whatever batch that comes; if another call comes first its logits are dropped and the step is taken again.
+    Prevents: a GPU that idles while an answer travels and the next question comes, half of a step's time. Rejected:
+    choosing tokens ahead as well, which would change what requests remember.
 
     Rule for one request's failure (its logits are not finite, its grammar allows nothing): the router knows only
     failures of a whole call, so if the request is alone its call fails with the reason, and otherwise it ends early
@@ -59,15 +75,22 @@ class Runner:
         self._counter = counter
         self._block_size = pool.layout.block_size
         self._watermark = Watermark(config.watermark_gamma, config.watermark_delta)
+        self._runs_ahead = adapter.info.device_type != "cpu" and adapter.ranks is None
+        self._ahead: Ahead | None = None
 
     def run(self, batch: Batch) -> Stepped:
         """One step for every request of `batch`. Raises what the model raises; `batch` is then of no more use."""
+        ahead, self._ahead = self._ahead, None
         if batch.plan is None and not all(s.decoding for s in batch.sequences):
             return self._run_ragged(batch)
         plan = batch.plan or self._plan(batch.sequences)
         start = time.perf_counter_ns()
-        inputs = plan.inputs()
-        logits = self._forward(inputs, inputs.slots, plan.history)
+        if ahead is not None and ahead.plan is plan:
+            logits = ahead.logits
+            self.guard.remember(ahead.inputs.slots, plan.history())
+        else:
+            inputs = plan.inputs()
+            logits = self._forward(inputs, inputs.slots, plan.history)
         forwarded = time.perf_counter_ns()
         choice = plan.sampling.run(logits)
         plan.advance(choice.token_ids)
@@ -78,7 +101,19 @@ class Runner:
             after: Batch | None = batch if batch.plan is plan else replace(batch, plan=plan)
         else:
             after = make_batch(batch.id, live, self._block_size) if live else None
+        if self._runs_ahead and after is not None and after.plan is plan:
+            self._run_ahead(plan)
         return Stepped(generations, after, forwarded - start, time.perf_counter_ns() - forwarded)
+
+    def _run_ahead(self, plan: DecodePlan) -> None:
+        """Launch the next step of `plan`. Its slots hold nothing that may be claimed until it is asked for.
+
+        What goes wrong here goes wrong again for whoever asks.
+        """
+        inputs = plan.inputs()
+        self.guard.forget(inputs.slots)
+        with suppress(DeepseekTgiError, RuntimeError):
+            self._ahead = Ahead(plan, inputs, self._adapter.step(inputs, self.pool))
 
     def _plan(self, sequences: Items[Sequence]) -> DecodePlan:
         return DecodePlan(sequences, self.guard, self._block_size, self._sampling(sequences))

@@ -16,9 +16,13 @@ LONG = "one two the stop is Par " * 20
 PROMPTS = ["Hello world", "the stop is", LONG, "é😀x"]
 
 
-@pytest.fixture
-def driver(tmp_path: Path) -> Driver:
-    return Driver(ScriptedAdapter.in_folder(tmp_path))
+@pytest.fixture(params=[False, True], ids=["as asked", "a step ahead"])
+def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Driver:
+    made = Driver(ScriptedAdapter.in_folder(tmp_path))
+    runner = made.engine._runner
+    assert runner is not None
+    runner._runs_ahead = request.param  # as on a GPU
+    return made
 
 
 def expect_greedy(driver: Driver, request: Request) -> None:
@@ -291,3 +295,55 @@ def test_all_blocks_in_use_at_once(tmp_path: Path) -> None:
     driver.run(*requests)
     for request in requests:
         expect_greedy(driver, request)
+
+
+def test_a_step_ahead_is_used_once_by_its_own_batch_and_claimed_by_nobody(tmp_path: Path) -> None:
+    adapter = ScriptedAdapter.in_folder(tmp_path)
+    driver = Driver(adapter)
+    runner = driver.engine._runner
+    assert runner is not None
+    runner._runs_ahead = True
+    first = driver.request("Hello world", 8)
+    batch = driver.prefill(0, first).batch
+    assert batch is not None
+    assert runner._ahead is None, "a batch that has only been made has no plan to go on with"
+    driver.decode(batch.id)
+    steps = len(adapter.steps)
+    ahead = runner._ahead
+    assert ahead is not None
+    assert runner.guard.history(ahead.inputs.slots).tolist() == [0], "written, and not to be claimed"
+    driver.decode(batch.id)
+    assert len(adapter.steps) == steps + 1, "the step that was ahead, and no other, was answered with"
+    assert runner.guard.history(ahead.inputs.slots).tolist() != [0]
+    driver.engine.filter(batch.id, [first.id])
+    second = driver.request("the stop is", 3)
+    driver.prefill(second.id, second)
+    assert runner._ahead is None, "another call came: its logits are of no use any more"
+    driver.finish(batch)
+    expect_greedy(driver, first)
+
+
+def test_an_error_ahead_is_told_to_whoever_asks(tmp_path: Path) -> None:
+    adapter = ScriptedAdapter.in_folder(tmp_path)
+    driver = Driver(adapter)
+    runner = driver.engine._runner
+    assert runner is not None
+    batch = driver.prefill(0, driver.request("Hello world", 8)).batch
+    assert batch is not None
+    driver.decode(batch.id)
+    runner._runs_ahead = True
+    step, adapter.step = adapter.step, broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of luck"):
+        driver.decode(batch.id)
+    adapter.step = step  # type: ignore[method-assign]
+    batch = driver.prefill(1, driver.request("Hello world", 8)).batch
+    assert batch is not None
+    driver.decode(batch.id)
+    adapter.step = broken  # type: ignore[method-assign]
+    driver.decode(batch.id)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        driver.decode(batch.id)
+
+
+def broken(*args: object) -> object:
+    raise RuntimeError("out of luck")
