@@ -205,14 +205,12 @@ def test_kernels_that_ask_the_device_are_said(model: QuantizedModelAdapter, capl
 def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(
     model: QuantizedModelAdapter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refusing(device: torch.device) -> Callable[[Callable[[], None]], Callable[[], None]]:
-        def capture(run: Callable[[], None]) -> Callable[[], None]:
+    class Refusing(Recorder):
+        def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-        return capture
-
     size = model.kv_layout.block_size
-    steps = GpuSteps(GpuModel(model._decoder, recordable(), model.info.vocab_size, size), CPU, refusing)
+    steps = GpuSteps(GpuModel(model._decoder, recordable(), model.info.vocab_size, size), CPU, Refusing)
     pool = KVPool(model.kv_layout, 4)
     with caplog.at_level(logging.WARNING):
         steps.open_pool(pool, 2, 32)
