@@ -10,6 +10,7 @@ from engine_driver import Driver
 from scripted import ScriptedAdapter
 
 from deepseek_tgi.core import HEALTH_REQUEST_ID, FinishReason, Request, SamplingParams, StopRule
+from deepseek_tgi.engine.runner import Ahead, Runner
 from deepseek_tgi.errors import BatchNotFoundError, RequestError, ResourceError
 
 LONG = "one two the stop is Par " * 20
@@ -306,10 +307,10 @@ def test_a_step_ahead_is_used_once_by_its_own_batch_and_claimed_by_nobody(tmp_pa
     first = driver.request("Hello world", 8)
     batch = driver.prefill(0, first).batch
     assert batch is not None
-    assert runner._ahead is None, "a batch that has only been made has no plan to go on with"
+    assert ahead_of(runner) is None, "a batch that has only been made has no plan to go on with"
     driver.decode(batch.id)
     steps = len(adapter.steps)
-    ahead = runner._ahead
+    ahead = ahead_of(runner)
     assert ahead is not None
     assert runner.guard.history(ahead.inputs.slots).tolist() == [0], "written, and not to be claimed"
     driver.decode(batch.id)
@@ -318,7 +319,7 @@ def test_a_step_ahead_is_used_once_by_its_own_batch_and_claimed_by_nobody(tmp_pa
     driver.engine.filter(batch.id, [first.id])
     second = driver.request("the stop is", 3)
     driver.prefill(second.id, second)
-    assert getattr(runner, "_ahead") is None, "another call came: its logits are of no use any more"  # noqa: B009
+    assert ahead_of(runner) is None, "another call came: its logits are of no use any more"
     driver.finish(batch)
     expect_greedy(driver, first)
 
@@ -347,3 +348,7 @@ def test_an_error_ahead_is_told_to_whoever_asks(tmp_path: Path, monkeypatch: pyt
 
 def broken(*args: object) -> object:
     raise RuntimeError("out of luck")
+
+
+def ahead_of(runner: Runner) -> Ahead | None:
+    return runner._ahead
