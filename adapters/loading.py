@@ -68,6 +68,7 @@ def load_decoder(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what unpacking took
+        torch.cuda.reset_peak_memory_stats(device)  # steps are measured by peaks of their own
     decoder = Decoder(DecoderWeights(embedding, parts, head, rope), source.kernels, device)
     stored = ", ".join(f"{count} {name}" for name, count in sorted(source.formats.items()))
     logger.info(
