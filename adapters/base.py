@@ -147,7 +147,10 @@ class ModelAdapter(ABC):
         """
 
     def go_on_preparing(self) -> bool:
-        """Do a small part of what may wait until nothing else is to be done; False if nothing is left."""
+        """Do a small part of what may wait until nothing else is to be done; False if nothing is left.
+
+        Logits of earlier steps are lost.
+        """
         return False
 
     def close_pool(self) -> None:  # noqa: B027 - most need nothing

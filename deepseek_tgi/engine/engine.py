@@ -122,7 +122,10 @@ class Engine:
 
     def go_on_preparing(self) -> bool:
         """Do a small part of what the first steps did not wait for; False if nothing is left."""
-        return self._runner is not None and self._adapter.go_on_preparing()
+        if self._runner is None:
+            return False
+        self._runner.drop_ahead()  # what prepares may write to the same memory
+        return self._adapter.go_on_preparing()
 
     def turn(self, call: int) -> int:
         """The call that every rank runs next: the `call` that rank 0 asks with. Asked before warm-up and each step."""

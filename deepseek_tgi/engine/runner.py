@@ -105,6 +105,10 @@ class Runner:
             self._run_ahead(plan)
         return Stepped(generations, after, forwarded - start, time.perf_counter_ns() - forwarded)
 
+    def drop_ahead(self) -> None:
+        """Forget the step that was launched before anybody asked."""
+        self._ahead = None
+
     def _run_ahead(self, plan: DecodePlan) -> None:
         """Launch the next step of `plan`. Its slots hold nothing that may be claimed until it is asked for.
 

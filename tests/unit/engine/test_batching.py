@@ -324,6 +324,24 @@ def test_a_step_ahead_is_used_once_by_its_own_batch_and_claimed_by_nobody(tmp_pa
     expect_greedy(driver, first)
 
 
+def test_what_is_prepared_in_between_drops_the_step_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = ScriptedAdapter.in_folder(tmp_path)
+    driver = Driver(adapter)
+    runner = driver.engine._runner
+    assert runner is not None
+    runner._runs_ahead = True
+    request = driver.request("Hello world", 8)
+    batch = driver.prefill(0, request).batch
+    assert batch is not None
+    driver.decode(batch.id)
+    ahead = ahead_of(runner)
+    assert ahead is not None
+    monkeypatch.setattr(adapter, "go_on_preparing", lambda: bool(ahead.logits.zero_().numel()))
+    assert driver.engine.go_on_preparing()
+    driver.finish(batch)
+    expect_greedy(driver, request)
+
+
 def test_an_error_ahead_is_told_to_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = ScriptedAdapter.in_folder(tmp_path)
     driver = Driver(adapter)
