@@ -59,9 +59,16 @@ def quantise_latent(x: torch.Tensor, mode: str, group: int) -> tuple[torch.Tenso
 def dequantise_latent(codes: torch.Tensor, scale: torch.Tensor, mode: str) -> torch.Tensor:
     """Inverse of `quantise_latent`: `[..., R] float32`."""
     if mode == "int4":
-        return _dequantise_rotated(codes, scale)
+        return unrotate(dequantise_rotated(codes, scale).view(*scale.shape, -1)).flatten(-2)
     values = codes.view(torch.float8_e4m3fn if mode == "fp8_e4m3fn" else torch.int8).float()
     return (values.view(*scale.shape, -1) * scale.float().unsqueeze(-1)).flatten(-2)
+
+
+def dequantise_rotated(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """INT4 as stored, in the rotated space of its groups: `[..., R] float32`."""
+    parts = codes.view(*scale.shape, -1)
+    levels = _levels(codes.device)[torch.cat((parts & 15, parts >> 4), -1).long()]
+    return (levels * scale_of(scale).unsqueeze(-1)).flatten(-2)
 
 
 def error_bound(x: torch.Tensor, mode: str, group: int) -> torch.Tensor:
@@ -143,12 +150,6 @@ def _nearest(y: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.
         low, high = error.chunk(2, -1)
         error = low + high
     return codes.to(torch.uint8), error.squeeze(-1)
-
-
-def _dequantise_rotated(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    parts = codes.view(*scale.shape, -1)
-    levels = _levels(codes.device)[torch.cat((parts & 15, parts >> 4), -1).long()]
-    return unrotate(levels * scale_of(scale).unsqueeze(-1)).flatten(-2)
 
 
 def _levels(device: torch.device) -> torch.Tensor:

@@ -60,8 +60,13 @@ DEVICE u32 lop3(u32 a, u32 b, u32 c) {
   asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(r) : "r"(a), "r"(b), "r"(c), "n"(table));
   return r;
 }
-// Four bytes of the eight in (b, a), chosen by the four nibbles of `selector`.
-DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+// Four bytes of the eight in (b, a), chosen by the four low nibbles of `selector`; a nibble above 7 asks for the byte's
+// sign, eight times.
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
 
 // --- conversions ----------------------------------------------------------------------------------------------------
 DEVICE float bf16_float(u16 x) { return __uint_as_float((u32)x << 16); }

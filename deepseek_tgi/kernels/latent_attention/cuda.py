@@ -1,0 +1,189 @@
+"""Latent attention on a GPU: which form each request takes, and the products around the kernel in latent space.
+
+A step of single tokens is absorbed as a whole and asks the device for nothing, so CUDA graphs can hold it. Elsewhere a
+request's form is chosen by its token counts, as the contract says: absorbed, every token is a row of its own for the
+decode kernel; expanded, torch's attention runs over keys and values made for the request. Queries, latents and weights
+are bfloat16, sums float32.
+
+INT4 pages are read without turning their groups back: the up-projection's rows are turned once instead, when it first
+meets such pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.common import ACTIVATIONS, ComputeDtype
+from deepseek_tgi.kernels.compiler import BuildError
+from deepseek_tgi.kernels.cuda.machine import machine_of
+from deepseek_tgi.kernels.latent_attention import PackedUp, check_latent_attention, takes_expanded
+from deepseek_tgi.kernels.latent_attention.decode import LatentDecode, unfit
+from deepseek_tgi.kernels.latent_attention.plain import attend, read_context
+from deepseek_tgi.kernels.latent_format import hadamard, signs
+from deepseek_tgi.kernels.pages import LatentPages
+
+if TYPE_CHECKING:
+    from deepseek_tgi.kernels.select import KernelSet
+
+_ROWS_AT_ONCE = 512
+"""Rows of one launch of the decode kernel: bounds its workspace."""
+_ELEMENTS_AT_ONCE = 1 << 28
+"""Expanded keys and values that are held at a time, about: heads beyond take their turn."""
+
+
+def provide(kernels: KernelSet) -> KernelSet:
+    """See `device_set.Provider`."""
+    if kernels.compute_dtype is ComputeDtype.FLOAT32:
+        raise BuildError("latent attention on a GPU is of bfloat16 queries, and float32 compute was asked for")
+    machine = machine_of(kernels.device)
+    decode = LatentDecode(machine.programs, machine.multiprocessors, machine.capability)
+    return replace(kernels, pack_up=CudaUp, latent_attention=CudaLatentAttention(decode))
+
+
+class CudaUp(PackedUp):
+    """`rows [H, Dn + Dv, R]` bfloat16; `group` is that of the INT4 pages they are turned for, else 0."""
+
+    __slots__ = ("group", "rows")
+
+    def __init__(self, weight: torch.Tensor, num_heads: int, nope_dim: int) -> None:
+        self.rows = weight.to(torch.bfloat16, copy=True).view(num_heads, -1, weight.shape[1])
+        self.group = 0
+        super().__init__(num_heads, nope_dim, self.rows.shape[1] - nope_dim, weight.shape[1], self.rows.nbytes)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """`[H, Dn, R]`."""
+        return self.rows[:, : self.nope_dim]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """`[H, Dv, R]`."""
+        return self.rows[:, self.nope_dim :]
+
+    def turn_for(self, pages: LatentPages) -> None:
+        """Bring the rows into the space of what `pages` hold; in place, since graphs may know where they lie.
+
+        `x = D H y`, so a row u meets y as `H D u`; and back, `u = D H (H D u) / g`.
+        """
+        group = pages.group if pages.mode == "int4" else 0
+        if group == self.group:
+            return
+        if self.group:
+            parts = self.rows.float().view(*self.rows.shape[:2], -1, self.group)
+            back = hadamard(parts) * signs(self.group, self.rows.device) / self.group
+            self.rows.copy_(back.flatten(-2))
+        if group:
+            parts = self.rows.float().view(*self.rows.shape[:2], -1, group)
+            self.rows.copy_(hadamard(parts * signs(group, self.rows.device)).flatten(-2))
+        self.group = group
+
+
+@dataclass(frozen=True, slots=True)
+class CudaLatentAttention:
+    """The op over the kernels of one device."""
+
+    decode: LatentDecode
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        pages: LatentPages,
+        up: PackedUp,
+        inputs: ForwardInputs,
+        *,
+        scale: float,
+        out: torch.Tensor,
+        form: str = "auto",
+    ) -> torch.Tensor:
+        """See the contract."""
+        check_latent_attention(q, pages, up, inputs, out=out, form=form, dtypes=ACTIVATIONS)
+        assert isinstance(up, CudaUp), "packed by another set of kernels"
+        up.turn_for(pages)
+        given = q.to(torch.bfloat16)
+        made = out if out.dtype == torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
+        if inputs.max_seqlen == 1:
+            step = inputs.block_tables, inputs.cache_lens
+            self._absorbed(given, pages, up, step, scale=scale, out=made, capacity=inputs.max_context)
+        elif q.shape[0]:
+            self._by_request(given, pages, up, inputs, scale=scale, out=made, form=form)
+        if made is not out:
+            out.copy_(made)
+        return out
+
+    def _by_request(
+        self,
+        q: torch.Tensor,
+        pages: LatentPages,
+        up: CudaUp,
+        inputs: ForwardInputs,
+        *,
+        scale: float,
+        out: torch.Tensor,
+        form: str,
+    ) -> None:
+        starts, cached = inputs.cu_seqlens.tolist(), inputs.cache_lens.tolist()
+        rows: list[tuple[int, int, int]] = []  # row of q, request, position
+        for b in range(len(cached)):
+            first, stop = starts[b], starts[b + 1]
+            if takes_expanded(form, stop - first, cached[b], up, pages.rope_dim):
+                length = cached[b] + stop - first
+                latent, rope = read_context(pages, inputs.block_tables[b], length, torch.bfloat16)
+                _expanded(q[first:stop], latent, rope, up, scale=scale, out=out[first:stop])
+            else:
+                rows += [(t, b, cached[b] + t - first) for t in range(first, stop)]
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            which, owners, positions = torch.tensor(rows[first : first + _ROWS_AT_ONCE], device=q.device).unbind(1)
+            some = torch.empty(len(which), *out.shape[1:], dtype=out.dtype, device=out.device)
+            step = inputs.block_tables[owners], positions.int()
+            self._absorbed(q[which], pages, up, step, scale=scale, out=some, capacity=inputs.max_context)
+            out[which] = some
+
+    def _absorbed(
+        self,
+        q: torch.Tensor,
+        pages: LatentPages,
+        up: CudaUp,
+        step: tuple[torch.Tensor, torch.Tensor],
+        *,
+        scale: float,
+        out: torch.Tensor,
+        capacity: int,
+    ) -> None:
+        """Every row of `q [N, H, Dr + Dn]` one token over its own context, `step` its block table and position."""
+        heads = q.transpose(0, 1)
+        rotary, rest = heads[..., : pages.rope_dim], heads[..., pages.rope_dim :]
+        queries = torch.bmm(rest, up.keys)
+        if unfit(pages) is None:
+            sums = self.decode(queries, rotary, pages, step, scale)
+        else:
+            sums = attend(queries, rotary, pages, step, scale=scale, capacity=capacity)
+        torch.bmm(sums, up.values.transpose(1, 2), out=out.transpose(0, 1))
+
+
+def _expanded(
+    q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, up: CudaUp, *, scale: float, out: torch.Tensor
+) -> None:
+    """`q [n, H, Dr + Dn]`, the last tokens of a context `latent [L, R]` and `rope [L, Dr]`, causal."""
+    tokens, length = q.shape[0], latent.shape[0]
+    width = rope.shape[1] + up.nope_dim
+    padded = max(width, up.v_dim)
+    step = max(1, _ELEMENTS_AT_ONCE // (2 * length * padded))
+    for first in range(0, up.num_heads, step):
+        heads = slice(first, first + step)
+        made = torch.matmul(latent, up.rows[heads].transpose(1, 2))
+        keys = torch.cat((rope.expand(made.shape[0], -1, -1), made[..., : up.nope_dim]), 2)
+        values = pad(made[..., up.nope_dim :], (0, padded - up.v_dim))
+        given = q[:, heads].transpose(0, 1)
+        if padded > width:
+            keys, given = pad(keys, (0, padded - width)), pad(given, (0, padded - width))
+        y = scaled_dot_product_attention(
+            given.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0),
+            attn_mask=causal_lower_right(tokens, length), scale=scale,
+        )  # fmt: skip
+        out[:, heads] = y[0, ..., : up.v_dim].transpose(0, 1)

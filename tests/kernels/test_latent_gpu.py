@@ -1,0 +1,190 @@
+"""Latent attention's kernels on a GPU over real sizes, against float64 on the same device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.common import ComputeDtype
+from deepseek_tgi.kernels.latent_attention.cuda import CudaLatentAttention
+from deepseek_tgi.kernels.latent_attention.decode import MODES, RANK, ROPE
+from deepseek_tgi.kernels.latent_format import quantise_latent
+from deepseek_tgi.kernels.select import KernelSet, select_kernels
+from deepseek_tgi.kv.layout import KVMode, LatentLayout
+from deepseek_tgi.kv.pool import KVPool
+
+pytestmark = pytest.mark.gpu
+
+NOPE, VALUE, BLOCK = 128, 128, 16
+SCALE = (ROPE + NOPE) ** -0.5
+EVERY_MODE = pytest.mark.parametrize("mode", MODES)
+
+
+@cache
+def kernels() -> KernelSet:
+    return select_kernels("cuda:0", ComputeDtype.BFLOAT16)
+
+
+class Case:
+    """Filled pages and a step over them."""
+
+    def __init__(self, mode: str, heads: int, tokens: list[int], cached: list[int], offset: float = 0.2) -> None:
+        torch.manual_seed(0)
+        self.tokens, self.cached = tokens, cached
+        lengths = [n + c for n, c in zip(tokens, cached, strict=True)]
+        columns = -(-max(lengths) // BLOCK)
+        self.pool = KVPool(LatentLayout(2, RANK, ROPE, KVMode(mode), BLOCK), columns * len(lengths) + 1, "cuda")
+        self.pool.storage.fill_(0xFF)  # NaN in every float format: what was not written must not be read
+        tables = (torch.randperm(columns * len(lengths), device="cuda") + 1).view(len(lengths), columns).int()
+        self.contexts = []
+        for row, length in zip(tables.long(), lengths, strict=True):
+            places = torch.arange(length, device="cuda")
+            slots = row[places // BLOCK] * BLOCK + places % BLOCK
+            latent = torch.randn(length, RANK, device="cuda") + offset
+            kernels().latent_write(self.pages, latent, torch.randn(length, ROPE, device="cuda"), slots)
+            self.contexts.append([x.double() for x in self.pool.read_latents(1, slots)])
+        starts = torch.tensor([0, *tokens], device="cuda").cumsum(0).int()
+        lens = torch.tensor(cached, device="cuda").int()
+        nothing = torch.zeros(sum(tokens), dtype=torch.int64, device="cuda")
+        self.inputs = ForwardInputs(
+            nothing, nothing.int(), nothing, starts, tables, lens, nothing[:1], max(tokens), max(lengths)
+        )
+        self.weight = (torch.randn(heads * (NOPE + VALUE), RANK, device="cuda") * RANK**-0.5).bfloat16()
+        self.q = torch.randn(sum(tokens), heads, ROPE + NOPE, device="cuda").bfloat16()
+        self.out = torch.full((sum(tokens), heads, VALUE), float("nan"), device="cuda", dtype=torch.bfloat16)
+        self.up = kernels().pack_up(self.weight, heads, NOPE)
+
+    @property
+    def pages(self):  # type: ignore[no-untyped-def]
+        return self.pool.latents(1)
+
+    def run(self, form: str = "auto") -> torch.Tensor:
+        kernels().latent_attention(
+            self.q, self.pages, self.up, self.inputs, scale=SCALE, out=self.out.fill_(float("nan")), form=form
+        )
+        return self.out
+
+    def error(self) -> float:
+        """Largest of the requests' errors, each over the size of its outputs."""
+        up = self.weight.double().view(self.q.shape[1], -1, RANK)
+        worst, first = 0.0, 0
+        for n, c, (latent, rope) in zip(self.tokens, self.cached, self.contexts, strict=True):
+            q = self.q[first : first + n].double()
+            absorbed = torch.einsum("nhd,hdr->nhr", q[..., ROPE:], up[:, :NOPE])
+            scores = (absorbed @ latent.T + q[..., :ROPE] @ rope.T) * SCALE
+            later = torch.arange(n + c, device="cuda") > torch.arange(c, n + c, device="cuda").view(-1, 1, 1)
+            weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+            wanted = torch.einsum("nhr,hdr->nhd", weights @ latent, up[:, NOPE:])
+            off = self.out[first : first + n].double() - wanted
+            worst = max(worst, (off.norm() / wanted.norm()).item())
+            first += n
+        return worst
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("heads", [5, 16, 128])
+@pytest.mark.parametrize(
+    "cached", [[0], [8191], [0, 31, 32, 63, 64, 700, 4095], [17] * 300], ids=["one", "long", "edges", "many"]
+)
+def test_a_decode_step_is_the_formula_twice_alike(mode: str, heads: int, cached: list[int]) -> None:
+    case = Case(mode, heads, [1] * len(cached), cached)
+    first = case.run().clone()
+    assert case.error() < 1e-2
+    assert torch.equal(case.run(), first)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("form", ["absorbed", "expanded", "auto"])
+def test_prompts_and_chunks_are_the_formula(mode: str, form: str) -> None:
+    case = Case(mode, 16, [1, 300, 33, 64, 2], [500, 0, 1000, 77, 31])
+    case.run(form)
+    assert case.error() < 1.2e-2
+
+
+@EVERY_MODE
+def test_a_graph_gives_the_same_bits_for_other_lengths(mode: str) -> None:
+    case = Case(mode, 16, [1] * 4, [3000, 20, 512, 1])
+    eager = case.run().clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.run()
+    case.inputs.cache_lens.copy_(torch.tensor([100, 20, 0, 1], device="cuda"))
+    graph.replay()
+    assert torch.equal(case.out[[1, 3]].isfinite(), eager[[1, 3]].isfinite())
+    shorter = case.out.clone()
+    assert torch.equal(case.run(), shorter)
+    case.inputs.cache_lens.copy_(torch.tensor([3000, 20, 512, 1], device="cuda"))
+    graph.replay()
+    assert torch.equal(case.out, eager)
+
+
+@EVERY_MODE
+def test_peaked_scores_and_large_latents_stay_finite(mode: str) -> None:
+    case = Case(mode, 16, [1, 1], [2000, 77], offset=40.0)
+    case.q *= 30
+    case.run()
+    assert case.error() < 2e-2
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_written_bytes_are_the_formats_own(mode: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    pool = KVPool(LatentLayout(2, RANK, ROPE, KVMode(mode), BLOCK), 300, "cuda")
+    x = (torch.randn(4096, RANK, device="cuda") * torch.randn(RANK, device="cuda").exp()).to(dtype)
+    x[:64] *= torch.logspace(-12, 12, 64, device="cuda").unsqueeze(1).to(dtype)
+    rope = torch.randn(4096, ROPE, device="cuda").to(dtype)
+    slots = torch.randperm(pool.num_slots, device="cuda")[:4096]
+    kernels().latent_write(pool.latents(1), x, rope, slots)
+    pages = pool.latents(1)
+    stored = [None if t is None else t[slots // BLOCK, slots % BLOCK] for t in (pages.latent, pages.scale)]
+    assert torch.equal(pages.rope[slots // BLOCK, slots % BLOCK], rope.to(pages.rope.dtype))
+    if pages.scale is None:
+        limit = 65504.0 if mode == "float16" else float("inf")
+        assert torch.equal(stored[0], x.float().clamp(-limit, limit).to(pages.latent.dtype))
+        return
+    codes, scale = quantise_latent(x.cpu().float(), mode, pages.group)
+    assert torch.equal(stored[0].cpu(), codes)  # type: ignore[union-attr]
+    assert torch.equal(stored[1].cpu(), scale)  # type: ignore[union-attr]
+
+
+@EVERY_MODE
+def test_preparing_is_its_parts(mode: str) -> None:
+    torch.manual_seed(0)
+    heads, tokens, width = 16, 37, ROPE + NOPE
+    rows = torch.randn(tokens, heads * width + RANK + ROPE, device="cuda").bfloat16()
+    angles = torch.rand(100, ROPE // 2, device="cuda") * 6
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    positions = torch.randint(100, (tokens,), device="cuda").int()
+    slots = torch.randperm(20 * BLOCK, device="cuda")[:tokens]
+    slots[3] = -1
+    weight = torch.rand(RANK, device="cuda") + 0.5
+    nothing = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    inputs = ForwardInputs(
+        nothing, positions, slots, torch.arange(tokens + 1, device="cuda").int(),
+        nothing.int().unsqueeze(1), nothing.int(), nothing, 1, BLOCK,
+    )  # fmt: skip
+
+    def cut(own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return own[:, : heads * width].view(tokens, heads, width), own[:, -RANK - ROPE : -ROPE], own[:, -ROPE:]
+
+    whole, apart = (KVPool(LatentLayout(1, RANK, ROPE, KVMode(mode), BLOCK), 20, "cuda") for _ in range(2))
+    whole.storage.zero_(), apart.storage.zero_()
+    own, other = rows.clone(), rows.clone()
+    kernels().latent_prepare(*cut(own), whole.latents(0), inputs, norm_weight=weight, eps=1e-6, cos_sin=table)
+    q, latent, rope = cut(other)
+    exact = latent.double()
+    exact = exact * (exact.square().mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    assert ((cut(own)[1].double() - exact).abs() <= 2**-8 * exact.abs()).all()
+    latent.copy_(cut(own)[1])  # its last bit may differ: what is stored must follow from what is left
+    kernels().rope(q, rope.unsqueeze(1), positions, table)
+    kernels().latent_write(apart.latents(0), latent, rope, slots)
+    assert torch.equal(own, other)
+    assert torch.equal(whole.storage, apart.storage)
+
+
+def test_the_set_has_these_kernels() -> None:
+    assert isinstance(kernels().latent_attention, CudaLatentAttention)
