@@ -23,12 +23,14 @@ MATRIX_HALF = r"HMMA\.16816\.F32"
 TURN = r"MOVM\.16\.MT88"
 
 
-def kernel(mode: str, width: int, ratio: int, archs: tuple[str, ...] = (HOPPER, AMPERE)) -> CudaKernel:
+def kernel(
+    mode: str, width: int, ratio: int, archs: tuple[str, ...] = (HOPPER, AMPERE), *, centred: bool = False
+) -> CudaKernel:
     """The kernel of heads of `width` elements, with as many registers as its blocks leave a thread."""
-    shape = DecodeShape(mode, width, width, 16, ratio, BF16, BF16)
+    shape = DecodeShape(mode, width, width, 16, ratio, BF16, BF16, centred)
     tiling = shape.tiling
     matrix = MATRIX_BF16 if mode == "bfloat16" else MATRIX_HALF
-    registers = 65536 // (tiling.warps * 32 * tiling.blocks) // 8 * 8
+    registers = min(255, 65536 // (tiling.warps * 32 * tiling.blocks) // 8 * 8)
     return CudaKernel(shape.spec(tiling), registers, (WIDE_LOAD, matrix, TURN), archs)
 
 
@@ -39,6 +41,10 @@ CUDA = [
     kernel("int8", 128, 4, (HOPPER,)),
     kernel("int8", 128, 16, (HOPPER,)),
     kernel("fp8_e4m3fn", 128, 4),
+    kernel("int4", 128, 4, (HOPPER,)),
+    kernel("int4", 128, 4, (HOPPER,), centred=True),
+    kernel("int4", 64, 7, (HOPPER,), centred=True),
+    kernel("int8", 128, 7, (HOPPER,), centred=True),
 ]
 
 

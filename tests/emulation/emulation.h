@@ -439,6 +439,9 @@ static inline words4 load_once(const void* p) { return load_aligned<words4>(p); 
 static inline words2 load_once8(const void* p) { return load_aligned<words2>(p); }
 static inline u32 load_once4(const void* p) { return load_aligned<u32>(p); }
 static inline u16 load_once2(const void* p) { return load_aligned<u16>(p); }
+static inline u32 load_kept1(const void* p) { return load_aligned<u8>(p); }
+static inline u32 load_kept2(const void* p) { return load_aligned<u16>(p); }
+static inline words2 load_kept8(const void* p) { return load_aligned<words2>(p); }
 static inline words4 load_fresh(const void* p) { return load_aligned<words4>(p); }
 static inline float load_fresh_float(const void* p) { return load_aligned<float>(p); }
 static inline void copy_async(void* shared, const void* global, bool wanted = true) {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import paged_cases
 import pytest
 import torch
 from emulation.emulated import EmulatedPrograms
@@ -18,9 +19,9 @@ from deepseek_tgi.kv.layout import KVLayout, KVMode
 from deepseek_tgi.kv.pool import KVPool
 
 CPU = torch.device("cpu")
-MODES = [KVMode.BFLOAT16, KVMode.FLOAT16, KVMode.INT8, KVMode.FP8]
+MODES = [KVMode.BFLOAT16, KVMode.FLOAT16, KVMode.INT8, KVMode.FP8, KVMode.INT4]
 EVERY_MODE = pytest.mark.parametrize("mode", MODES, ids=lambda m: m.value)
-WEIGHT_STEP = {KVMode.BFLOAT16: 2.0**-8, KVMode.FLOAT16: 2.0**-11, KVMode.INT8: 2.0**-11, KVMode.FP8: 2.0**-11}
+WEIGHT_STEP = {mode: 2.0**-8 if mode is KVMode.BFLOAT16 else 2.0**-10 for mode in MODES}
 """What rounding a weight changes it by, as a part of itself."""
 
 
@@ -110,6 +111,9 @@ GEOMETRIES = [  # heads, KV heads, key and value size, block size
     (KVMode.FLOAT16, 2, 2, (256, 256), 16),
     (KVMode.INT8, 10, 1, (192, 128), 48),
     (KVMode.FP8, 40, 2, (32, 64), 16),
+    (KVMode.INT4, 4, 1, (128, 128), 16),
+    (KVMode.INT4, 7, 1, (256, 64), 32),
+    (KVMode.INT4, 20, 2, (64, 128), 16),
 ]
 
 
@@ -157,3 +161,23 @@ def test_a_row_of_padding_harms_no_other() -> None:
     case.inputs.cache_lens[1] = 0
     assert torch.equal(attend(case)[2], alone[2])
     assert bool(attend(case)[0].isfinite().all())
+
+
+@pytest.mark.parametrize("mode", [KVMode.INT8, KVMode.FP8, KVMode.INT4], ids=lambda m: m.value)
+@pytest.mark.parametrize("geometry", [(14, 2, 64, 64, 16), (4, 1, 128, 64, 32)], ids=["H14-G2-D64", "H4-G1-D128-V64"])
+def test_what_was_taken_off_a_key_is_back(mode: KVMode, geometry: paged_cases.Geometry) -> None:
+    kernels = select_kernels("cpu", ComputeDtype.FLOAT32, "torch", 1)
+    case = paged_cases.make_case(kernels, geometry, ([1, 1, 1], [60, 255, 15]), mode, framed=True)
+    q = case.q.bfloat16()
+    out = torch.full((*q.shape[:2], geometry[3]), float("nan"))
+    PagedDecode(EmulatedPrograms(), 2, CPU)(q, case.pool.view(1), case.inputs, case.scale, out, placed=case.placed)
+    want = paged_cases.expected(replace(case, q=q.float()))
+    # Scores of up to 60, whose terms are known to 2^-21 of the largest.
+    assert np.abs(out.double().numpy() - want).max() <= 2.0**-9 * 5
+
+
+def test_int4_scales_beyond_half_precision() -> None:
+    case = make_case(KVMode.INT4, [70, 20], 8, 2, spread=9000.0)
+    case.q[:] *= 1e-4
+    got, want = attend(case).double().numpy(), expected(case)
+    assert np.abs(got - want).max() <= 2.0**-9 * np.abs(want).max()

@@ -11,9 +11,9 @@ from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec, Programs, spec
 from deepseek_tgi.kernels.frame import Frame
 from deepseek_tgi.kernels.pages import LayerPages
 
-MODES = {"bfloat16": 0, "float16": 1, "int8": 2, "fp8_e4m3fn": 3}
+MODES = {"bfloat16": 0, "float16": 1, "int8": 2, "fp8_e4m3fn": 3, "int4": 4}
 """Formats of pages that attention reads, as `heads.cuh` numbers them."""
-STORED_MODES = {**MODES, "int4": 4, "float32": 5}
+STORED_MODES = {**MODES, "float32": 5}
 """Formats that `kv_write.cu` writes."""
 _SIGNATURE = "pli" + "plpli" + "ppf" + "piipp" + "ppppl" + "pffpp"
 _WARPS = 4

@@ -206,6 +206,22 @@ DEVICE u16 load_once2(const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u16 %0, [%1];" : "=h"(r) : "l"(p));
   return r;
 }
+// Small things that several loads share a line of.
+DEVICE u32 load_kept1(const void* p) {
+  u16 r;
+  asm volatile("ld.global.nc.u8 %0, [%1];" : "=h"(r) : "l"(p));
+  return r;
+}
+DEVICE u32 load_kept2(const void* p) {
+  u16 r;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(r) : "l"(p));
+  return r;
+}
+DEVICE words2 load_kept8(const void* p) {
+  words2 r;
+  asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p));
+  return r;
+}
 // What other blocks of this launch wrote, once a fence and a counter say that it is there.
 DEVICE words4 load_fresh(const void* p) {
   words4 r;

@@ -1,26 +1,29 @@
 // Keys and values of one head as they lie in pages, made into operands of the 16-bit matrix instructions.
 //
-// MODE says how they are stored: 0 bf16, 1 half, 2 INT8 (codes, then scale and zero), 3 FP8 (codes, then a scale).
+// MODE says how they are stored: 0 bf16, 1 half, 2 INT8 (codes, then scale and zero), 3 FP8 (codes, then a scale), 4
+// INT4 (codes, then scale bytes; see `int4_format`), for which heads are of 64, 128 or 256 elements.
 // Tokens are the rows of the matrix (16 at a time) and queries its columns (8), so four to eight heads that share a key
 // fill an instruction. Elements of a row are taken in an order that lets a lane read what it needs in one piece: a lane
 // (g = lane / 4, t = lane % 4) reads key elements 4 E c + E t .. + E of tokens g and g + 8, E what its load holds, and
 // value elements 8 E c + E g .. + E of tokens 2t, 2t + 1, 2t + 8, 2t + 9. Queries are read in the same order as keys.
+// INT4 keeps two elements in a byte, half a head apart, and both are taken where the byte is.
 #pragma once
 #include "device.cuh"
 
-#define ELEMENT_BYTES (MODE < 2 ? 2 : 1)
-#define PARAM_BYTES (MODE == 2 ? 4 : 2)
-#define QUANTISED (MODE >= 2)
+#define PARAM_BYTES (MODE == 4 ? 16 : MODE == 2 ? 4 : 2)
+#define SCALED (MODE == 2 || MODE == 3)  // a vector has one scale
 #define AS_HALVES (MODE != 0)
 
 constexpr int widest(int row_bytes, int lanes) {
   return row_bytes % (16 * lanes) == 0 ? 16 : row_bytes % (8 * lanes) == 0 ? 8 : 4;
 }
-constexpr int K_ROW = DK * ELEMENT_BYTES, V_ROW = DV * ELEMENT_BYTES;
+constexpr int row_of(int width) { return MODE < 2 ? 2 * width : MODE == 4 ? width / 2 : width; }
+constexpr int K_ROW = row_of(DK), V_ROW = row_of(DV);
 constexpr int K_LOAD = widest(K_ROW, 4), V_LOAD = widest(V_ROW, 8);
 constexpr int K_WORDS = K_ROW / 16, V_WORDS = V_ROW / 32;  // words of a row that a lane holds
 constexpr int K_STEPS = DK / 16, V_TILES = DV / 16;
 static_assert(DK % 32 == 0 && DV % 32 == 0, "heads are whole multiples of 32 elements");
+static_assert(MODE != 4 || ((DK & -DK) == DK && (DV & -DV) == DV && DK >= 64 && DV >= 64), "INT4 heads: 64, 128, 256");
 
 template <int bytes>
 DEVICE void load_piece(u32* words, const u8* p) {
@@ -42,12 +45,23 @@ struct KeyTile {
 };
 struct ValueTile {
   u32 rows[4][V_WORDS];
-  u32 params[2];
+  u32 params[MODE == 4 ? 4 : 2];
 };
 
 DEVICE u32 load_params(const u8* p) {
   if constexpr (MODE == 2) return load_once4(p);
   return MODE == 3 ? load_once2(p) : 0;
+}
+// The lane's four scale bytes of an INT4 key: of its two groups in the lower half of the head, then in the upper.
+DEVICE u32 load_key_scales(const u8* p) {
+  const int t = lane_id() % 4;
+  if constexpr (DK == 256) return load_kept1(p + t) | load_kept1(p + 4 + t) << 8 | load_kept1(p + 8 + t) << 16 | load_kept1(p + 12 + t) << 24;
+  return load_kept2(p + 2 * t) | (u32)load_kept2(p + 8 + 2 * t) << 16;
+}
+// And the two of an INT4 value, a half word each.
+DEVICE u32 load_value_scales(const u8* p) {
+  const int g = lane_id() / 4;
+  return load_kept1(p + g) | load_kept1(p + 8 + g) << 16;
 }
 
 // 16 tokens from `place` (counted over the heads of a page) on, in the page that begins `page` bytes behind `rows`, and
@@ -60,7 +74,9 @@ DEVICE void load_keys(KeyTile& tile, const u8* rows, const u8* params, i64 page,
 #pragma unroll
     for (int c = 0; c < K_ROW / (4 * K_LOAD); c++)
       load_piece<K_LOAD>(tile.rows[half] + c * K_LOAD / 4, row + c * 4 * K_LOAD);
-    if (QUANTISED) tile.params[half] = load_params(params + (page + (place + g + 8 * half) * PARAM_BYTES));
+    const u8* scales = params + (page + (place + g + 8 * half) * PARAM_BYTES);
+    if (SCALED) tile.params[half] = load_params(scales);
+    if constexpr (MODE == 4) tile.params[half] = load_key_scales(scales);
   }
 }
 DEVICE void load_values(ValueTile& tile, const u8* rows, const u8* params, i64 page, int place) {
@@ -72,9 +88,14 @@ DEVICE void load_values(ValueTile& tile, const u8* rows, const u8* params, i64 p
     for (int c = 0; c < V_ROW / (8 * V_LOAD); c++)
       load_piece<V_LOAD>(tile.rows[i] + c * V_LOAD / 4, row + c * 8 * V_LOAD);
   }
-  if (QUANTISED) {
+  if (SCALED) {
     tile.params[0] = load_params(params + (page + (place + g) * PARAM_BYTES));
     tile.params[1] = load_params(params + (page + (place + g + 8) * PARAM_BYTES));
+  }
+  if constexpr (MODE == 4) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      tile.params[i] = load_value_scales(params + (page + (place + 2 * t + i % 2 + 8 * (i / 2)) * PARAM_BYTES));
   }
 }
 // Tokens at or beyond `count` become zeros: what lies in a page behind the context may be NaN.
@@ -85,7 +106,90 @@ DEVICE void cut_values(ValueTile& tile, int count) {
     if (2 * t + i % 2 + 8 * (i / 2) >= count) {
 #pragma unroll
       for (int w = 0; w < V_WORDS; w++) tile.rows[i][w] = 0;
+      if (MODE == 4) tile.params[i] = 0;
     }
+}
+
+// --- INT4 -----------------------------------------------------------------------------------------------------------
+// Levels are kept as halves, in two tables of bytes. Of a word's eight codes, what follows concerns all of them.
+struct Folded {
+  u32 sizes, negative;  // in each four bits: which size the level has; 8 if it is below zero
+};
+DEVICE Folded fold_codes(u32 codes) {
+  u32 negative = ~codes & 0x88888888u;
+  return {codes & 0x77777777u ^ negative - (negative >> 3), negative};
+}
+// Codes 4 part .. + 4 of a word times `scales`, those of the lower and upper half of the head: elements of two bytes.
+DEVICE void widen_int4(u32& first, u32& second, const Folded& word, int part, u32 scales) {
+  const u32 sizes = part ? word.sizes >> 16 : word.sizes;
+  const u32 low = permute_bytes(0xA0C08000u, 0xF020D080u, sizes & 0xFFFF);
+  u32 high = permute_bytes(0x514F4C46u, 0x57565453u, sizes & 0xFFFF);
+  high ^= permute_bytes(word.negative << 4, word.negative, part ? 0x7362 : 0x5140) & 0x80808080u;
+  first = half_mul(permute_bytes(low, high, 0x5140), scales);
+  second = half_mul(permute_bytes(low, high, 0x7362), scales);
+}
+// Two scale bytes, a half word each, as halves: 64 times the scale.
+DEVICE u32 int4_scales(u32 bytes) { return bytes << 7; }
+
+// Products of half precision hold 64 times what vectors up to 1,016 hold. The scales of larger ones lose powers of two,
+// which `lift` gives back; rare, and what falls below half precision then is below 2^-23 of the vector.
+constexpr int LARGEST_EXPONENT = 23, NAN_SCALE = 0xF8;
+DEVICE bool is_high(u32 bytes) { return (bytes & bytes << 1 & 0x80808080u) != 0; }
+DEVICE int largest_scale(u32 bytes) {
+  int most = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int byte = bytes >> 8 * i & 0xFF;
+    if (byte < NAN_SCALE && byte > most) most = byte;
+  }
+  return most;
+}
+DEVICE u32 lowered(u32 bytes, int powers) {
+  u32 r = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int byte = bytes >> 8 * i & 0xFF;
+    if (byte < NAN_SCALE) byte = byte > 8 * powers ? byte - 8 * powers : 0;
+    r |= (u32)byte << 8 * i;
+  }
+  return r;
+}
+DEVICE int powers_above(int most) { return most / 8 > LARGEST_EXPONENT ? most / 8 - LARGEST_EXPONENT : 0; }
+DEVICE int larger(int a, int b) { return a > b ? a : b; }
+DEVICE void settle(KeyTile& tile, float (&lift)[2]) {
+  lift[0] = lift[1] = 1.0f;
+  if (!warp_ballot(is_high(tile.params[0]) || is_high(tile.params[1]))) return;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int most = largest_scale(tile.params[half]);
+    most = larger(most, shuffle_xor(most, 1));
+    most = larger(most, shuffle_xor(most, 2));
+    const int powers = powers_above(most);
+    tile.params[half] = lowered(tile.params[half], powers);
+    lift[half] = bits_float((127 + powers) << 23);
+  }
+}
+DEVICE void settle(ValueTile& tile, float (&lift)[2]) {
+  lift[0] = lift[1] = 1.0f;
+  bool high = false;
+#pragma unroll
+  for (int i = 0; i < 4; i++) high |= is_high(tile.params[i]);
+  if (!warp_ballot(high)) return;
+  int powers[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int most = largest_scale(tile.params[i]);
+#pragma unroll
+    for (int mask = 4; mask < 32; mask *= 2) most = larger(most, shuffle_xor(most, mask));
+    powers[i] = powers_above(most);
+    tile.params[i] = lowered(tile.params[i], powers[i]);
+  }
+  const int g = lane_id() / 4;  // tokens g and g + 8, which other lanes hold
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int even = shuffle(powers[2 * half], g / 2), odd = shuffle(powers[2 * half + 1], g / 2);
+    lift[half] = bits_float((127 + (g % 2 ? odd : even)) << 23);
+  }
 }
 
 // Two codes (in the bytes of `pair` that `selector` names) as halves: INT8 less 128, FP8 as it is.
@@ -100,6 +204,10 @@ DEVICE void key_operand(u32 (&a)[4], const KeyTile& tile, int step) {
     if (MODE < 2) {
       a[half] = tile.rows[half][2 * step];
       a[half + 2] = tile.rows[half][2 * step + 1];
+    } else if constexpr (MODE == 4) {
+      const int word = step / 2, pair = word / (K_WORDS / 2);
+      const u32 scales = int4_scales(permute_bytes(tile.params[half], 0, pair ? 0x4341 : 0x4240));
+      widen_int4(a[half], a[half + 2], fold_codes(tile.rows[half][word]), step % 2, scales);
     } else if (MODE == 2) {
       a[half] = widen_int8(tile.rows[half][step], 0x4140);
       a[half + 2] = widen_int8(tile.rows[half][step], 0x4342);
@@ -118,6 +226,18 @@ DEVICE void value_operand(u32 (&a)[4], const ValueTile& tile, int index) {
       u32 even = tile.rows[2 * half][index], odd = tile.rows[2 * half + 1][index];
       a[2 * half] = permute_bytes(even, odd, 0x5410);
       a[2 * half + 1] = permute_bytes(even, odd, 0x7632);
+    } else if constexpr (MODE == 4) {
+      u32 x[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int token = 2 * half + i;
+        u32 first, second;
+        widen_int4(first, second, fold_codes(tile.rows[token][index / 4]), index % 4 / 2,
+                   int4_scales(tile.params[token]));
+        x[i] = index % 2 ? second : first;
+      }
+      a[2 * half] = permute_bytes(x[0], x[1], 0x5410);
+      a[2 * half + 1] = permute_bytes(x[0], x[1], 0x7632);
     } else {
       u32 even = tile.rows[2 * half][index / 2], odd = tile.rows[2 * half + 1][index / 2];
       u32 both = permute_bytes(even, odd, index % 2 ? 0x7362 : 0x5140);
@@ -133,14 +253,19 @@ DEVICE void value_operand(u32 (&a)[4], const ValueTile& tile, int index) {
 }
 // Which element of the value the lane's rows of a tile are.
 DEVICE int value_element(int tile, int half) {
-  constexpr int per_load = V_LOAD / ELEMENT_BYTES;
+  if (MODE == 4) return lane_id() / 4 * (V_ROW / 8) + tile + half * (DV / 2);
+  constexpr int per_load = MODE < 2 ? V_LOAD / 2 : V_LOAD;
   int held = 2 * tile + half;
   return held / per_load * 8 * per_load + lane_id() / 4 * per_load + held % per_load;
 }
-// Where in a head the lane's query elements of a step begin: four of them.
-DEVICE int query_element(int step) {
-  constexpr int per_load = K_LOAD / ELEMENT_BYTES;
-  return step * 4 / per_load * 4 * per_load + lane_id() % 4 * per_load + step * 4 % per_load;
+// Which elements of a head are the lane's four of a step.
+DEVICE int query_element(int step, int i) {
+  constexpr int per_load = MODE < 2 ? K_LOAD / 2 : K_LOAD;
+  if (MODE == 4) {
+    int byte = 2 * step + i / 2;
+    return byte / K_LOAD * 4 * K_LOAD + lane_id() % 4 * K_LOAD + byte % K_LOAD + i % 2 * (DK / 2);
+  }
+  return step * 4 / per_load * 4 * per_load + lane_id() % 4 * per_load + step * 4 % per_load + i;
 }
 
 DEVICE void mma_pages(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {

@@ -8,6 +8,11 @@
 // that finishes last (counted in `arrived`, which it sets back to zero) puts them together. The sum's order follows
 // from lengths alone, so results are the same on every run.
 //
+// With CENTRE, keys were stored without R_p c, the rotation of a constant to their position. What that adds to a score is
+// a sum over pairs of elements of cos and sin times what query and constant come to: more columns of the product, whose
+// keys are a table of cosines and sines in two halves each, high and low. INT4 keys say by their mark whether they did;
+// INT4 vectors are rotated once more, so queries are before and results after.
+//
 // Scores are in powers of two. INT8: q k = scale (q codes) + zero (sum of q); the scale of a value joins its weight as
 // an exponent, so that weights fit in half precision, and its zero is summed apart. The largest score is followed
 // lazily: sums are scaled again only if a score exceeds it by more than SLACK.
@@ -21,6 +26,8 @@ constexpr int PART_FLOATS = QUERIES * (DV + 2);  // sums, then the largest score
 constexpr int PART_ROW = DV + 4;                 // of a query's sums in shared memory, off by some banks
 constexpr float SLACK = 8.0f;
 constexpr float LOG2_E = 1.4426950408889634f;
+constexpr int WIDEST = (DK > DV ? DK : DV) + 4;
+constexpr int MAX_TURNS = DK / 8 + 1;  // steps of four pairs; one pair stands for all that does not turn
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 
@@ -79,6 +86,69 @@ DEVICE Segment find_segment(const int* cache_lens, int batch, int groups, int at
   return {batch, 0, 0, 0, 1, at};
 }
 
+// `rows [QUERIES][width]` times the Hadamard matrix, by the whole block.
+template <int width>
+DEVICE void rotate_rows(float (*rows)[WIDEST]) {
+#pragma unroll 1
+  for (int half = width / 2; half; half /= 2) {
+    block_sync();
+    for (int i = threadIdx.x; i < QUERIES * width / 2; i += THREADS) {
+      float* pair = rows[i / (width / 2)] + i % (width / 2) / half * 2 * half + i % half;
+      const float a = pair[0], b = pair[half];
+      pair[0] = a + b, pair[half] = a - b;
+    }
+  }
+  block_sync();
+}
+// What undoing the rotation of INT4 vectors multiplies by: 2^-ceil(m / 2), and scales lack 1 / 64.
+constexpr float unrotating(int width) { return width == 64 ? 0.125f : 0.0625f; }
+constexpr float K_TURN = unrotating(DK);
+constexpr float K_FACTOR = MODE == 4 ? 1.0f / 64 : 1.0f, V_FACTOR = MODE == 4 ? unrotating(DV) / 64 : 1.0f;
+
+DEVICE float power_below(float magnitude) {  // 2^-e for a magnitude of 2^e or a little more
+  u32 exponent = float_bits(magnitude) >> 23;
+  exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
+  return bits_float((254 - exponent) << 23);
+}
+DEVICE float query_at(const void* q, i64 at) { return Q_BF16 ? bf16_float(((const u16*)q)[at]) : ((const float*)q)[at]; }
+
+// The columns that stand for the centre, for one query: of each pair of elements what goes with cos and sin, in halves.
+struct Turns {
+  u32 high[MAX_TURNS][32], low[MAX_TURNS][32];  // as the matrix instruction wants them
+  float grow[8];
+  int pairs[4 * MAX_TURNS];
+};
+DEVICE void turned_query(float (&c)[2], const void* q, i64 row, const float* centre, int pair, int rotary) {
+  const int half = rotary / 2;
+  c[0] = c[1] = 0.0f;
+  if (pair < 0) return;
+  if (pair == half) {
+    for (int d = rotary; d < DK; d++) c[0] += query_at(q, row + d) * centre[d];
+    return;
+  }
+  const float a = query_at(q, row + pair), b = query_at(q, row + half + pair);
+  c[0] = a * centre[pair] + b * centre[half + pair];
+  c[1] = b * centre[pair] - a * centre[half + pair];
+}
+DEVICE void turn_query(Turns& turns, int query, const void* q, i64 row, const float* centre, const int* pairs, int steps,
+                       int rotary) {
+  float magnitude = 0.0f, c[2];
+  for (int i = lane_id(); i < 4 * steps; i += 32) {
+    turned_query(c, q, row, centre, pairs[i], rotary);
+    magnitude = fmaxf(magnitude, fmaxf(fabsf(c[0]), fabsf(c[1])));
+  }
+  const float shrink = power_below(warp_max(magnitude));
+  for (int i = lane_id(); i < 4 * steps; i += 32) {
+    turned_query(c, q, row, centre, pairs[i], rotary);
+    const float x = c[0] * shrink, y = c[1] * shrink;
+    const u32 high = half_pair(x, y);
+    turns.high[i / 4][4 * query + i % 4] = high;
+    turns.low[i / 4][4 * query + i % 4] = half_pair(x - half_low(high), y - half_high(high));
+    if (query == 0) turns.pairs[i] = pairs[i] < 0 ? 0 : pairs[i];
+  }
+  if (lane_id() == 0) turns.grow[query] = 1.0f / shrink;
+}
+
 struct Running {
   float sums[V_TILES][NT][4];                              // element, query as the matrix instruction has them
   float largest[NT][2], total[NT][2], aside[NT][2], top[NT][2];  // of queries 2t and 2t + 1
@@ -106,14 +176,14 @@ DEVICE void raise(Running& now, const float (&s)[TILES][NT][4], const float (&bi
 #pragma unroll
       for (int j = 0; j < TILES; j++) {
         largest = fmaxf(largest, fmaxf(s[j][n][i], s[j][n][i + 2]));
-        if (QUANTISED) top = fmaxf(top, fmaxf(s[j][n][i] + bits[j][0], s[j][n][i + 2] + bits[j][1]));
+        if (SCALED) top = fmaxf(top, fmaxf(s[j][n][i] + bits[j][0], s[j][n][i + 2] + bits[j][1]));
       }
       largest = column_max(largest);
       float factor = exp2_near(now.largest[n][i] - guarded(largest));
       now.largest[n][i] = largest;
       now.total[n][i] *= factor;
       now.aside[n][i] *= factor;
-      if (QUANTISED) {
+      if (SCALED) {
         top = column_max(top);
         factor = exp2_near(now.top[n][i] - guarded(top));
         now.top[n][i] = top;
@@ -127,13 +197,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     paged_decode(const void* __restrict__ q, i64 q_stride, const u8* __restrict__ k, const u8* __restrict__ v,
                  const u8* __restrict__ k_params, const u8* __restrict__ v_params, i64 page_bytes,
                  const int* __restrict__ tables, int columns, const int* __restrict__ cache_lens, int batch, int kv_heads,
-                 float scale, void* __restrict__ out, float* parts, int* arrived, int least_pieces) {
+                 float scale, void* __restrict__ out, float* parts, int* arrived, int least_pieces,
+                 const float* __restrict__ centre, const u8* __restrict__ turn_table, const int* __restrict__ turn_pairs,
+                 int turn_steps, int rotary) {
   __shared__ float shared_sums[WARPS][QUERIES][PART_ROW];
   __shared__ float shared_largest[WARPS][QUERIES], shared_total[WARPS][QUERIES];
   __shared__ int shared_last;
   // What is needed again behind the loop, for which registers are too short.
   __shared__ Segment shared_segment;
   __shared__ Shares shared_shares;
+#if CENTRE
+  __shared__ Turns shared_turns[NT];
+#endif
+#if MODE == 4
+  __shared__ float shared_rows[QUERIES][WIDEST];
+#endif
   const int lane = lane_id(), warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int groups = kv_heads * GROUPS;
   wait_for_earlier();
@@ -162,6 +240,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     };
     int pages = page_of(lane), pages_ahead = page_of(32 + lane);
 
+#if CENTRE
+    for (int query = warp; query < QUERIES; query += WARPS) {
+      const int real = smaller(query, RATIO - first_query - 1);  // what is beyond is computed and not used
+      turn_query(shared_turns[query / 8], query % 8, q, segment.request * q_stride + (i64)(first_head + real) * DK,
+                 centre + kv_head * DK, turn_pairs + kv_head * 4 * turn_steps, turn_steps, rotary);
+    }
+    block_sync();
+#endif
+#if MODE == 4
+    for (int i = threadIdx.x; i < QUERIES * DK; i += THREADS) {
+      const bool real = i / DK < smaller(QUERIES, RATIO - first_query);
+      const i64 row = segment.request * q_stride + (i64)first_head * DK;
+      shared_rows[i / DK][i % DK] = real ? query_at(q, row + i) * K_TURN : 0.0f;
+    }
+    rotate_rows<DK>(shared_rows);
+#endif
     // The queries as operands. Half precision needs them near 1, so each is scaled by a power of two.
     u32 operand[NT][K_STEPS][2];
     float factor[NT][2], query_sum[NT][2];
@@ -174,18 +268,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       for (int step = 0; step < K_STEPS; step++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          i64 from = row + query_element(step) + i;
-          x[step][i] = !real ? 0.0f : Q_BF16 ? bf16_float(((const u16*)q)[from]) : ((const float*)q)[from];
+#if MODE == 4
+          x[step][i] = shared_rows[8 * n + g][query_element(step, i)];
+#else
+          x[step][i] = real ? query_at(q, row + query_element(step, i)) : 0.0f;
+#endif
           magnitude = fmaxf(magnitude, fabsf(x[step][i]));
         }
       }
       if (AS_HALVES) {
         magnitude = fmaxf(magnitude, shuffle_xor(magnitude, 1));
         magnitude = fmaxf(magnitude, shuffle_xor(magnitude, 2));
-        u32 exponent = float_bits(magnitude) >> 23;
-        exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
-        shrink = bits_float((254 - exponent) << 23);
-        grow = bits_float(exponent << 23);
+        shrink = power_below(magnitude);
+        grow = 1.0f / shrink;
       }
 #pragma unroll
       for (int step = 0; step < K_STEPS; step++) {
@@ -200,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       sum += shuffle_xor(sum, 2);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        factor[n][i] = shuffle(grow, 4 * (2 * t + i)) * (scale * LOG2_E);
+        factor[n][i] = shuffle(grow, 4 * (2 * t + i)) * (scale * LOG2_E * K_FACTOR);
         query_sum[n][i] = shuffle(sum, 4 * (2 * t + i)) * factor[n][i];
       }
     }
@@ -253,11 +348,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (int n = 0; n < iterations; n++, token += STEP) {
       const bool more = n + 1 < iterations;
       if (more) turn_to(n + 1);
-      float s[TILES][NT][4], bits[TILES][2], zeros[TILES][2];
+      float s[TILES][NT][4], bits[TILES][2], zeros[TILES][2], lift[2];
 #pragma unroll
       for (int j = 0; j < TILES; j++) {
 #pragma unroll
         for (int m = 0; m < NT; m++) s[j][m][0] = s[j][m][1] = s[j][m][2] = s[j][m][3] = 0.0f;
+#if CENTRE
+        bool marked[2] = {true, true};
+        if (MODE == 4) {
+#pragma unroll
+          for (int half = 0; half < 2; half++) marked[half] = shuffle(keys[j].params[half], lane & ~3) & 1;
+        }
+        float off[NT][4] = {};
+        for (int step = 0; step < turn_steps; step++) {
+          u32 a[4];
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            const int position = smaller(token + 16 * j + g + 8 * half, length - 1);
+            const words2 turn = load_kept8(
+                turn_table + ((i64)position * (rotary / 2 + 1) + shared_turns[0].pairs[4 * step + t]) * 8);
+            a[half] = turn.x, a[half + 2] = turn.y;
+          }
+#pragma unroll
+          for (int m = 0; m < NT; m++) {
+            const u32 high = shared_turns[m].high[step][lane];
+            const u32 both[2] = {high, high}, low[2] = {shared_turns[m].low[step][lane], 0};
+            mma_half(off[m], a, both);
+            mma_half(off[m], a, low);
+          }
+        }
+#endif
+#if MODE == 4
+        settle(keys[j], lift);
+#endif
 #pragma unroll
         for (int step = 0; step < K_STEPS; step++) {
           u32 a[4];
@@ -267,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          float key_scale = QUANTISED ? half_low(keys[j].params[half]) : 1.0f;
+          float key_scale = SCALED ? half_low(keys[j].params[half]) : MODE == 4 ? lift[half] : 1.0f;
           float key_zero = MODE == 2 ? half_high(keys[j].params[half]) + 128.0f * key_scale : 0.0f;
 #pragma unroll
           for (int m = 0; m < NT; m++)
@@ -276,6 +399,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
               float& score = s[j][m][2 * half + i];
               score *= key_scale * factor[m][i];
               if (MODE == 2) score += query_sum[m][i] * key_zero;
+#if CENTRE
+              const float more = off[m][2 * half + i] * (shared_turns[m].grow[2 * t + i] * (scale * LOG2_E));
+              if (marked[half]) score += more;
+#endif
             }
         }
       }
@@ -284,11 +411,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
       for (int j = 0; j < TILES; j++) {
         if (cut) cut_values(values[j], length - token - 16 * j);
+#if MODE == 4
+        settle(values[j], lift);
+#endif
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const bool hidden = cut && token + 16 * j + g + 8 * half >= length;
-          float value_scale = QUANTISED ? half_low(values[j].params[half]) : 1.0f;
-          bits[j][half] = hidden ? 0.0f : log2_near(value_scale);
+          float value_scale = SCALED ? half_low(values[j].params[half]) : 1.0f;
+          bits[j][half] = MODE == 4 ? lift[half] : hidden ? 0.0f : log2_near(value_scale);
           zeros[j][half] = hidden || MODE != 2 ? 0.0f : half_high(values[j].params[half]) + 128.0f * value_scale;
           if (hidden) {
 #pragma unroll
@@ -304,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             exceeds |= s[j][m][i] > now.largest[m][i % 2] + SLACK;
-            if (QUANTISED) exceeds |= s[j][m][i] + bits[j][i / 2] > now.top[m][i % 2] + SLACK;
+            if (SCALED) exceeds |= s[j][m][i] + bits[j][i / 2] > now.top[m][i % 2] + SLACK;
           }
       if (warp_ballot(exceeds)) raise(now, s, bits);
 #pragma unroll
@@ -318,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             float plain = exp2_near(s[j][m][i] - guarded(now.largest[m][i % 2]));
             now.total[m][i % 2] += plain;
             if (MODE == 2) now.aside[m][i % 2] += plain * zeros[j][i / 2];
-            w[i] = QUANTISED ? exp2_near(s[j][m][i] + bits[j][i / 2] - guarded(now.top[m][i % 2])) : plain;
+            w[i] = MODE == 4 ? plain * bits[j][i / 2] : SCALED ? exp2_near(s[j][m][i] + bits[j][i / 2] - guarded(now.top[m][i % 2])) : plain;
           }
           weights[m][0] = turn_tile(pack_weights(w[0], w[1]));
           weights[m][1] = turn_tile(pack_weights(w[2], w[3]));
@@ -341,7 +471,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       for (int i = 0; i < 2; i++) {
         const int query = 8 * m + 2 * t + i;
         float sum = column_sum(now.total[m][i]), aside = MODE == 2 ? column_sum(now.aside[m][i]) : 0.0f;
-        float size = QUANTISED ? exp2_near(now.top[m][i] - guarded(now.largest[m][i])) : 1.0f;
+        float size = SCALED ? exp2_near(now.top[m][i] - guarded(now.largest[m][i])) : 1.0f;
         if (g == 0) shared_largest[warp][query] = now.largest[m][i], shared_total[warp][query] = sum;
 #pragma unroll
         for (int tile = 0; tile < V_TILES; tile++)
@@ -368,7 +498,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         amount += weight * shared_total[w][query];
       }
       if (whole) {
+#if MODE == 4
+        shared_rows[query][d] = sum / amount * V_FACTOR;
+#else
         store_out(out, out_row + i, sum / amount);
+#endif
       } else {
         part[i] = sum;
         if (d == 0) part[QUERIES * DV + query] = largest, part[QUERIES * DV + QUERIES + query] = amount;
@@ -406,10 +540,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             sum[3] += weight * bits_float(x.w);
           }
 #pragma unroll
-          for (int j = 0; j < 4; j++) store_out(out, out_row + 4 * i + j, sum[j] / amount);
+          for (int j = 0; j < 4; j++) {
+#if MODE == 4
+            shared_rows[query][4 * i % DV + j] = sum[j] / amount * V_FACTOR;
+#else
+            store_out(out, out_row + 4 * i + j, sum[j] / amount);
+#endif
+          }
         }
       }
     }
+#if MODE == 4
+    if (whole || shared_last) {
+      rotate_rows<DV>(shared_rows);
+      for (int i = threadIdx.x; i < queries * DV; i += THREADS) store_out(out, out_row + i, shared_rows[i / DV][i % DV]);
+    }
+#endif
     block_sync();
   }
   let_next_start();
