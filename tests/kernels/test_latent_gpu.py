@@ -12,6 +12,7 @@ from deepseek_tgi.kernels.common import ComputeDtype
 from deepseek_tgi.kernels.latent_attention.cuda import CudaLatentAttention
 from deepseek_tgi.kernels.latent_attention.decode import MODES, RANK, ROPE
 from deepseek_tgi.kernels.latent_format import quantise_latent
+from deepseek_tgi.kernels.pages import LatentPages
 from deepseek_tgi.kernels.select import KernelSet, select_kernels
 from deepseek_tgi.kv.layout import KVMode, LatentLayout
 from deepseek_tgi.kv.pool import KVPool
@@ -58,7 +59,8 @@ class Case:
         self.up = kernels().pack_up(self.weight, heads, NOPE)
 
     @property
-    def pages(self):  # type: ignore[no-untyped-def]
+    def pages(self) -> LatentPages:
+        """The layer under test."""
         return self.pool.latents(1)
 
     def run(self, form: str = "auto") -> torch.Tensor:
@@ -140,15 +142,15 @@ def test_written_bytes_are_the_formats_own(mode: str, dtype: torch.dtype) -> Non
     slots = torch.randperm(pool.num_slots, device="cuda")[:4096]
     kernels().latent_write(pool.latents(1), x, rope, slots)
     pages = pool.latents(1)
-    stored = [None if t is None else t[slots // BLOCK, slots % BLOCK] for t in (pages.latent, pages.scale)]
+    stored = pages.latent[slots // BLOCK, slots % BLOCK]
     assert torch.equal(pages.rope[slots // BLOCK, slots % BLOCK], rope.to(pages.rope.dtype))
     if pages.scale is None:
         limit = 65504.0 if mode == "float16" else float("inf")
-        assert torch.equal(stored[0], x.float().clamp(-limit, limit).to(pages.latent.dtype))
+        assert torch.equal(stored, x.float().clamp(-limit, limit).to(pages.latent.dtype))
         return
     codes, scale = quantise_latent(x.cpu().float(), mode, pages.group)
-    assert torch.equal(stored[0].cpu(), codes)  # type: ignore[union-attr]
-    assert torch.equal(stored[1].cpu(), scale)  # type: ignore[union-attr]
+    assert torch.equal(stored.cpu(), codes)
+    assert torch.equal(pages.scale[slots // BLOCK, slots % BLOCK].cpu(), scale)
 
 
 @EVERY_MODE

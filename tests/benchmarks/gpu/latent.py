@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -89,7 +90,7 @@ def make_setting(mode: str, batch: int, context: int) -> Setting:
 def fill(pages: LatentPages) -> None:
     """Numbers like those of a model."""
     for store in (pages.latent, pages.rope):
-        for part in store.split(4096):
+        for part in torch.split(store, 4096):
             if store.dtype != torch.uint8:
                 part.copy_(torch.randn(part.shape, device=part.device))
             elif pages.mode == "fp8_e4m3fn":
@@ -116,7 +117,7 @@ def measure(decode: LatentDecode, heads: int, mode: str, s: Setting, ceilings: t
     """Time one size."""
     batch, context = s.step[0].shape[0], s.step[0].shape[1] * BLOCK
     absorbed, rotary = s.queries(heads)
-    us = graph_us([lambda p=p: decode(absorbed, rotary, p, s.step, SCALE) for p in s.layers])
+    us = graph_us([partial(decode, absorbed, rotary, p, s.step, SCALE) for p in s.layers])
     assert bool(decode(absorbed, rotary, s.layers[0], s.step, SCALE).isfinite().all())
     work = 2 * heads * (2 * RANK + ROPE) * batch * context
     floor = max(s.layer_bytes / ceilings[0], work / ceilings[1]) * 1e6
