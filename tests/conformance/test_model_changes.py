@@ -21,6 +21,7 @@ from shard_bench import Bench
 from shard_client import ShardClient
 from shard_control import LIMITS, ControlClient
 
+from deepseek_tgi.launcher.models import ModelsError, load_behind_tgi
 from deepseek_tgi.pb import control_pb2
 
 PROMPTS = ("the cat sat on the mat", "hello world", "in the end there is only the sea", "a")
@@ -35,11 +36,10 @@ class Shelf:
     control: ControlClient
     models: dict[str, TinyCheckpoint]
     oracles: dict[str, GreedyOracle]
-    next_generation: int = 2
 
     def generation(self) -> int:
-        self.next_generation += 1
-        return self.next_generation - 1
+        """One that was never asked for."""
+        return int(self.control.status().newest) + 1
 
     def said_by(self, name: str, text: str, count: int) -> list[int]:
         """What `transformers` says with the weights of a model."""
@@ -170,6 +170,16 @@ def test_a_router_that_knows_one_model_is_served_across_a_change(fresh: Shelf) -
             break
         router.run(Ask("a", 2))
     assert fresh.held() == {generation: "ready"}, "the old model stays although nothing of it runs"
+
+
+def test_the_command_line_changes_a_shard_that_has_no_router_of_ours(fresh: Shelf) -> None:
+    stem, said = str(fresh.bench.shard.socket).removesuffix("-0"), list[str]()
+    assert load_behind_tgi(stem, str(fresh.models["two"].path), {}, said.append) == 0
+    assert "loading 100 %" in said
+    (answer,) = fresh.router().run(Ask(PROMPTS[0], 8))
+    assert answer.ids == fresh.said_by("two", PROMPTS[0], 8)
+    with pytest.raises(ModelsError, match="no such folder"):
+        load_behind_tgi(stem, "/nowhere/at/all", {}, said.append)
 
 
 def truncated(folder: Path) -> None:
