@@ -112,7 +112,11 @@ class Loading:
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
-            self._tell(self._loaded(reserved_bytes))
+            loaded = self._loaded(reserved_bytes)
+            if self._given_up.is_set():
+                loaded.engine.close()
+            else:
+                self._tell(loaded)
         except BaseException as error:  # noqa: BLE001 - told to whoever waits, and raised there
             # Frames of the error hold half a model.
             self._tell(error.with_traceback(None) if isinstance(error, DeepseekTgiError) else error)
