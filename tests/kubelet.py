@@ -107,7 +107,7 @@ class Kubelet:
         """When it happened for the `count`-th time, waiting for it."""
         deadline = time.monotonic() + timeout_s
         while len(self.times(what)) < count:
-            assert time.monotonic() < deadline, f"no {what!r} within {timeout_s} s: {self.notes}"
+            assert time.monotonic() < deadline, f"no {what!r} within {timeout_s} s: {self.notes[-20:]}"
             time.sleep(0.01)
         return self.times(what)[count - 1]
 

@@ -92,7 +92,7 @@ class Cluster:
     kubelet: Kubelet
     clients: Clients
     objects: Rendered
-    by_command: Rendered
+    others: tuple[Rendered, ...]
     folder: Path
 
     @property
@@ -105,9 +105,10 @@ class Cluster:
         below = descendants(self.kubelet.process.pid)
         return next(pid for pid, line in below.items() if "uds-path" in line and " serve " in line)
 
-    def command(self, kind: str) -> Result | None:
-        """What the same probe says where it is a command."""
-        return Probe(self.by_command.server[f"{kind}Probe"], self.kubelet.ports, self.kubelet.environment).ask()
+    def others_say(self, kind: str) -> list[Result | None]:
+        """What the same probe says where it is a command, and where readiness is asked over gRPC."""
+        specs = [other.server[f"{kind}Probe"] for other in self.others]
+        return [Probe(spec, self.kubelet.ports, self.kubelet.environment).ask() for spec in specs]
 
     def words(self) -> str:
         return (self.folder / "container.log").read_text(errors="replace")
@@ -119,6 +120,8 @@ def cluster(any_helm: str) -> Iterator[Cluster]:
         "server.port": free_port(),
         "probes.port": free_port(),
         "metrics.port": free_port(),
+        "grpc.enabled": True,
+        "grpc.port": free_port(),
         "drain.preStopSeconds": PRE_STOP_S,
         "drain.limitSeconds": DRAIN_S,
         # A small largest step: a start runs it once.
@@ -127,7 +130,7 @@ def cluster(any_helm: str) -> Iterator[Cluster]:
         "server.extraArgs": ["--shard-uds-path=/tmp/s", "--max-batch-prefill-tokens=128"],
     }
     objects = render(any_helm, values=values)
-    by_command = render(any_helm, values={**values, "probes.handler": "exec"})
+    others = tuple(render(any_helm, values={**values, "probes.handler": handler}) for handler in ("exec", "grpc"))
     with tempfile.TemporaryDirectory(prefix="pod-") as name:
         # Kernels that this machine has compiled before are not compiled anew.
         folders = {"/cache/made": cache_folder(), "/cache": Path(name), "/models": Path(name)}
@@ -135,7 +138,7 @@ def cluster(any_helm: str) -> Iterator[Cluster]:
         kubelet = Kubelet(objects.pod, folders, PERIOD_SCALE, ROUTE_LAG_S)
         clients = Clients(kubelet, f"http://127.0.0.1:{values['server.port']}")
         with kubelet, clients:
-            yield Cluster(kubelet, clients, objects, by_command, Path(name))
+            yield Cluster(kubelet, clients, objects, others, Path(name))
 
 
 def test_a_life_of_the_pod(cluster: Cluster) -> None:
@@ -153,7 +156,8 @@ def it_starts(cluster: Cluster) -> None:
     assert not cluster.clients.answers or cluster.clients.answers[0].sent > started
     assert ready >= started
     await_answers(cluster, 3)
-    assert [cluster.command(kind) for kind in ("startup", "readiness", "liveness")] == [Result.SUCCESS] * 3
+    for kind in ("startup", "readiness", "liveness"):
+        assert cluster.others_say(kind) == [Result.SUCCESS, Result.SUCCESS], kind
     assert helm_test(cluster).returncode == 0, helm_test(cluster)
     assert cluster.clients.failed() == []
     assert kubelet.times("restarted") == []
@@ -167,7 +171,8 @@ def a_frozen_shard_gets_no_requests_and_no_restart(cluster: Cluster) -> None:
         fell = kubelet.await_note("readiness failure", SOON_S + SLACK_S)
         assert fell - frozen < SOON_S + SLACK_S
         assert not kubelet.routed
-        assert (cluster.command("readiness"), cluster.command("liveness")) == (Result.FAILURE, Result.SUCCESS)
+        assert cluster.others_say("readiness") == [Result.FAILURE, Result.FAILURE]
+        assert cluster.others_say("liveness") == [Result.SUCCESS, Result.SUCCESS]
         refused = helm_test(cluster)
         assert (refused.returncode, "/readyz: 503" in refused.stderr) == (1, True)
     finally:
