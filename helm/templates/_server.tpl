@@ -113,6 +113,9 @@ exec:
 {{- if or (not $context.Values.grpc.enabled) $context.Values.grpc.tls.existingSecret }}
 {{- fail "probes.handler: grpc needs grpc.enabled, and no grpc.tls: a kubelet asks in plain text" }}
 {{- end -}}
+{{- if semverCompare "<1.24.0-0" $context.Capabilities.KubeVersion.Version }}
+{{- fail "probes.handler: grpc needs Kubernetes 1.24 or later" }}
+{{- end -}}
 grpc:
   port: {{ $context.Values.grpc.port }}
 {{- else -}}

@@ -203,6 +203,16 @@ def test_old_clusters_wait_by_a_command(any_helm: str) -> None:
     assert "lifecycle" not in render(any_helm, values={"drain.preStopSeconds": 0}).server
 
 
+def test_what_an_old_cluster_does_not_know_is_left_out_or_refused(any_helm: str) -> None:
+    """A probe's own grace period is known since 1.25, asking over gRPC since 1.24."""
+    server = render(any_helm, kubernetes="1.20.0").server
+    assert "terminationGracePeriodSeconds" not in server["livenessProbe"] | server["startupProbe"]
+    with pytest.raises(Refused, match=r"grpc needs Kubernetes 1\.24"):
+        render(any_helm, values={"probes.handler": "grpc", "grpc.enabled": True}, kubernetes="1.23.9")
+    with pytest.raises(Refused, match=r"1\.19\.0"):
+        render(any_helm, kubernetes="1.19.0")
+
+
 def test_each_rank_gets_a_device(any_helm: str) -> None:
     limits = render(any_helm, values={"gpu.enabled": True, "model.tensorParallelSize": 4}).server["resources"]["limits"]
     assert limits["nvidia.com/gpu"] == 4
