@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from emulation.emulated import EmulatedPrograms
 
 from deepseek_tgi.errors import DeviceError
 from deepseek_tgi.kernels.cuda import nvrtc
+from deepseek_tgi.kernels.cuda.driver import DriverPrograms
 from deepseek_tgi.kernels.cuda.program import KernelSpec, spec
 
 SIGNATURE = "plpfpli"
@@ -60,3 +62,22 @@ def test_a_source_that_does_not_compile_is_refused_with_the_compilers_words() ->
     pytest.importorskip("cuda.bindings.nvrtc")
     with pytest.raises(DeviceError, match=r'(?s)rms_norm.*sm_90a.*"X_BF16" is undefined'):
         nvrtc.compile_source(spec("rms_norm", "rms_norm", SIGNATURE, THREADS=128, RUNS=0), "sm_90a")
+
+
+def test_a_function_keeps_the_most_shared_memory_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    asked: list[int] = []
+
+    def ask(function: object, attribute: object, value: int) -> tuple[int]:
+        asked.append(value)
+        return (0,)
+
+    monkeypatch.setattr(driver, "cuModuleGetFunction", lambda module, name: (0, "the one function"))
+    monkeypatch.setattr(driver, "cuFuncSetAttribute", ask)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(DriverPrograms, "_module", lambda self, spec: "its module")
+    programs = DriverPrograms(torch.device("cpu"))
+    for shared_bytes in (60_000, 200_000, 100_000, 1_000):
+        programs.kernel(spec("rms_norm", "rms_norm", SIGNATURE, shared_bytes, THREADS=128, X_BF16=0, OUT_BF16=1))
+    assert asked == [60_000, 200_000, 200_000, 200_000]

@@ -13,7 +13,7 @@ from deepseek_tgi.kernels.cuda.nvrtc import arch_of, machine_code
 from deepseek_tgi.kernels.cuda.program import Argument, Kernel, KernelSpec, Shape
 
 _STATIC_SHARED_LIMIT = 48 << 10
-"""Dynamic shared memory beyond this must be asked for, once a kernel."""
+"""Dynamic shared memory beyond this must be asked for, once a function."""
 
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     "p": lambda x: ctypes.c_void_p(0 if x is None else x.data_ptr()),
@@ -33,15 +33,23 @@ class DriverPrograms:
         self._overlaps = major >= 9
         self._kernels: dict[KernelSpec, DriverKernel] = {}
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._shared_bytes: dict[tuple[str, str, tuple[str, ...]], int] = {}
 
     def kernel(self, spec: KernelSpec) -> Kernel:
         """See `Programs`. Raises `DeviceError` if the source does not compile or does not load."""
         found = self._kernels.get(spec)
         if found is None:
             with torch.cuda.device(self._device):
-                found = DriverKernel(spec, self._module(spec), self._device, self._overlaps)
+                found = DriverKernel(spec, self._module(spec), self._device, self._overlaps, self._room(spec))
             self._kernels[spec] = found
         return found
+
+    def _room(self, spec: KernelSpec) -> int:
+        """The most shared memory that any spec of the same function wants: asking for less takes it from the others."""
+        key = (spec.source, spec.name, spec.flags)
+        room = max(spec.shared_bytes, self._shared_bytes.get(key, 0))
+        self._shared_bytes[key] = room
+        return room
 
     def _module(self, spec: KernelSpec) -> Any:
         """All kernels of the spec's source under its macros, loaded."""
@@ -57,7 +65,8 @@ class DriverPrograms:
 class DriverKernel:
     """See `Kernel`. Arguments must live on the kernel's device; the caching allocator keeps their memory in order."""
 
-    def __init__(self, spec: KernelSpec, module: Any, device: torch.device, overlaps: bool) -> None:
+    def __init__(self, spec: KernelSpec, module: Any, device: torch.device, overlaps: bool, room: int) -> None:
+        """`room`: dynamic shared memory that launches of the function, of this spec and of others, may ask for."""
         from cuda.bindings import driver
 
         self._driver = driver
@@ -65,9 +74,9 @@ class DriverKernel:
         self._device = device
         self._overlaps = overlaps
         self._function = _checked(driver.cuModuleGetFunction(module, spec.name.encode()), spec.name)
-        if spec.shared_bytes > _STATIC_SHARED_LIMIT:
+        if room > _STATIC_SHARED_LIMIT:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked(driver.cuFuncSetAttribute(self._function, attribute, spec.shared_bytes), spec.name)
+            _checked(driver.cuFuncSetAttribute(self._function, attribute, room), spec.name)
 
     def __call__(self, grid: Shape, block: int, arguments: Sequence[Argument], *, overlap: bool = False) -> None:
         """See `Kernel`. Raises `DeviceError` if the launch is refused."""
