@@ -51,6 +51,14 @@ class ControlClient:
     def unload(self, generation: int) -> int:
         return int(self.stub.Unload(pb.UnloadRequest(generation=generation)).freed_bytes)
 
+    def sleep(self, generation: int, drop_weights: bool) -> int:
+        request = pb.SleepRequest(generation=generation, drop_weights=drop_weights)
+        return int(self.stub.Sleep(request, timeout=60).freed_bytes)
+
+    def wake(self, generation: int) -> list[str]:
+        """The stages that waking went through."""
+        return [step.stage for step in self.stub.Wake(pb.WakeRequest(generation=generation), timeout=60)]
+
     def status(self) -> pb.StatusResponse:
         answer: pb.StatusResponse = self.stub.Status(pb.StatusRequest())
         return answer

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from deepseek_tgi.core import CachedBatch, Request, StepResult, StepTimings
-from deepseek_tgi.errors import BatchNotFoundError
 from deepseek_tgi.server.engine_api import EngineApi
 from deepseek_tgi.server.models import Models
 
@@ -88,19 +87,18 @@ class Mixture:
         return self._models.of(None).awake
 
     def _parts_of(self, batch_id: int) -> list[Part]:
+        # If nobody has it, the published model says so in its own words.
+        return self._holders(batch_id) or [(self._newest(), batch_id)]
+
+    def _holders(self, batch_id: int) -> list[Part]:
         if batch_id in self._parts:
             return self._parts[batch_id]
         engines = [held.engine for held in self._models.all() if held.engine is not None]
-        found = [(engine, batch_id) for engine in engines if engine.holds(batch_id)]
-        # Nobody has it: the published model says so in its own words.
-        return found or [(self._newest(), batch_id)]
+        return [(engine, batch_id) for engine in engines if engine.holds(batch_id)]
 
     def _forget(self, batch_id: int) -> None:
-        try:
-            for engine, inner in self._parts_of(batch_id):
-                engine.clear(inner)
-        except BatchNotFoundError:
-            pass
+        for engine, inner in self._holders(batch_id):
+            engine.clear(inner)
         self._parts.pop(batch_id, None)
 
     def _joined(self, batch_id: int, results: list[tuple[EngineApi, StepResult]]) -> StepResult:

@@ -182,6 +182,26 @@ def test_the_command_line_changes_a_shard_that_has_no_router_of_ours(fresh: Shel
         load_behind_tgi(stem, "/nowhere/at/all", {}, said.append)
 
 
+@pytest.mark.parametrize("drop_weights", [False, True], ids=["pages", "pages and weights"])
+def test_a_model_that_sleeps_gives_memory_back_and_wakes_as_it_was(fresh: Shelf, drop_weights: bool) -> None:
+    generation = fresh.published()
+    fresh.router().run(*(Ask(text, 60) for text in PROMPTS))  # touches pages
+    before = fresh.control.status().models[0]
+    freed = fresh.control.sleep(generation, drop_weights)
+    assert freed >= (before.weight_bytes if drop_weights else 4 * 4096)
+    assert fresh.held() == {generation: "sleeping"}
+    with pytest.raises(grpc.RpcError) as caught:
+        fresh.router().run(Ask("x", 2))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    stages = fresh.control.wake(generation)
+    assert stages[-1] == "awake"
+    assert ("loading" in stages) is drop_weights
+    after = fresh.control.status().models[0]
+    assert (after.weight_bytes, after.cache_bytes) == (before.weight_bytes, before.cache_bytes)
+    (answer,) = fresh.router().run(Ask(PROMPTS[2], 12))
+    assert answer.ids == fresh.said_by("one", PROMPTS[2], 12)
+
+
 def truncated(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
