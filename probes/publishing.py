@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,8 @@ OnIncrement = Callable[[Increment], None]
 class Follower:
     """Carries the changes of `owner` to the event loop's thread; made there, closed there.
 
-    `on_snapshot` gets the present state, at once and wherever increments were lost; `on_increment` each change.
+    `on_snapshot` gets the present state, at once and wherever increments were lost; `on_increment` each change. What
+    the loop's own thread changes is told before `apply` returns: nobody gets an answer, and then metrics from before.
     """
 
     def __init__(self, owner: Owner, on_snapshot: OnSnapshot, on_increment: OnIncrement) -> None:
@@ -26,6 +28,8 @@ class Follower:
         self._on_snapshot = on_snapshot
         self._on_increment = on_increment
         self._closed = False
+        self._carrying = False
+        self._thread = threading.get_ident()
         self._subscription = owner.subscribe(self._wake)
         self._carry()
 
@@ -36,17 +40,23 @@ class Follower:
         self._subscription.close()
 
     def _wake(self) -> None:
-        if not self._loop.is_closed():
+        if threading.get_ident() == self._thread:
+            self._carry()
+        elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._carry)
 
     def _carry(self) -> None:
-        if self._closed:
-            return
-        missed = self._subscription.take()
-        if missed.snapshot is not None:
-            self._on_snapshot(missed.snapshot)
-        for increment in missed.increments:
-            self._on_increment(increment)
+        if self._closed or self._carrying:
+            return  # whoever carries takes again until nothing is left
+        self._carrying = True
+        try:
+            while (missed := self._subscription.take()).snapshot is not None or missed.increments:
+                if missed.snapshot is not None:
+                    self._on_snapshot(missed.snapshot)
+                for increment in missed.increments:
+                    self._on_increment(increment)
+        finally:
+            self._carrying = False
 
 
 def trace_change(tracer: Tracer, increment: Increment) -> None:

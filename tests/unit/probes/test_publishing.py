@@ -39,6 +39,23 @@ async def test_a_follower_tells_changes_on_the_loop_whichever_thread_makes_them(
     assert {thread for thread, _ in told} == {threading.get_ident()}
 
 
+async def test_a_change_made_on_the_loop_is_told_before_it_returns_and_in_order() -> None:
+    owner = Owner()
+    told: list[int] = []
+
+    def tell(increment: Increment) -> None:
+        if increment.event is Event.WARMED:
+            owner.apply(Event.STOP)  # a change that a change brings about
+        told.append(increment.seq)
+
+    follower = Follower(owner, lambda _: None, tell)
+    for count, event in enumerate((Event.LOAD, Event.LOADED, Event.WARMED), 1):
+        owner.apply(event)
+        assert told[:count] == list(range(1, count + 1))
+    assert told == [1, 2, 3, 4]
+    follower.close()
+
+
 def test_a_change_is_an_event_of_a_trace() -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
