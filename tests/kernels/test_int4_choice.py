@@ -48,6 +48,9 @@ def test_a_measured_number_of_rows_stands_for_those_below_it() -> None:
     assert chooser.choice(weight(), 8) == FEW
     assert chooser.choice(weight(), 50) == MANY
     assert chooser.choice(weight(), 9000) is None
+    few_alone = Chooser((Table("t", {"64x512g128": {8: FEW}}),), 3, 90)
+    assert few_alone.choice(weight(), 8) == FEW
+    assert few_alone.choice(weight(), 30) != FEW
 
 
 def test_the_first_table_that_knows_decides() -> None:

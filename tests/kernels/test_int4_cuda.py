@@ -86,7 +86,7 @@ def test_what_cannot_be_packed_is_named() -> None:
 
 
 STREAMS = [
-    ((80, 640, 128), 3, StreamShape(split=2, depth=3, warps=4)),
+    ((80, 640, 128), 1, StreamShape(split=2, depth=3, warps=4)),
     ((33, 192, 64), 8, StreamShape(split=1, depth=2, warps=2)),
     ((200, 160, 32), 5, StreamShape(row_tiles=2, split=2, depth=4, warps=2)),
     ((64, 512, 128), 9, StreamShape(row_tiles=2, split=4, depth=2, warps=4)),

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 """Numbers of rows that are measured."""
+_MANY_ROWS = 1024
+"""What is fastest for so many is so for more."""
 SHIPPED = Path(__file__).with_name("tables")
 
 Choice = StreamShape | PanelShape | None
@@ -39,11 +41,6 @@ _KINDS: dict[str, type[StreamShape] | type[PanelShape]] = {"stream": StreamShape
 def key_of(w: CudaInt4) -> str:
     """What two weights share that take the same time."""
     return f"{w.out_features}x{w.in_features}g{w.group}"
-
-
-def step_of(rows: int) -> int:
-    """The measured number of rows that stands for `rows`."""
-    return next((step for step in ROWS if step >= rows), ROWS[-1])
 
 
 def runs(choice: Choice, rows: int, w: CudaInt4, capability: int) -> bool:
@@ -63,8 +60,9 @@ class Table:
     def choice(self, w: CudaInt4, rows: int, capability: int) -> tuple[bool, Choice]:
         """Whether this table knows, and what."""
         steps = self.weights.get(key_of(w), {})
-        step = step_of(rows)
-        if step not in steps or not runs(steps[step], rows, w, capability):
+        step = min((step for step in steps if step >= rows), default=max(steps, default=0))
+        measured = step >= min(rows, _MANY_ROWS)
+        if not measured or not runs(steps[step], rows, w, capability):
             return False, None
         return True, steps[step]
 

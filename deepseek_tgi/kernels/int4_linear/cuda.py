@@ -7,7 +7,7 @@ products exactly; in the others they are rounded to bfloat16 once, as a dequanti
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,9 +49,10 @@ def provide(kernels: KernelSet) -> KernelSet:
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Packs for the kernels; a weight they do not take keeps its nibbles, is multiplied by torch, and is named."""
+    """Packs for the kernels; a weight they do not take keeps its nibbles, is multiplied by torch, and is named once."""
 
     device: torch.device
+    _said: set[str] = field(default_factory=set)
 
     def __call__(self, codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group_size: int) -> PackedInt4:
         """See the contract. The arguments may lie on the host."""
@@ -59,7 +60,9 @@ class Packer:
         reason = layout.refusal(tensors)
         if reason is None:
             return layout.pack(tensors.codes, tensors.zeros, tensors.scales, group_size)
-        logger.warning("INT4 weight %s: %s; multiplied by torch operators", list(codes.shape), reason)
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("INT4 weight %s: %s; such are multiplied by torch's operators", list(codes.shape), reason)
         return NibbleInt4(tensors, torch.bfloat16)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from deepseek_tgi.kernels.int4_linear import NormInt4Linear, SiluInt4Linear
     from deepseek_tgi.kernels.select import KernelSet
 
-_MAX_NORM_ROWS, _MAX_SILU_ROWS = 2, 8
+_MAX_NORM_ROWS, _MAX_SILU_ROWS = 4, 4
 """Beyond, what every block reads and does for itself costs more than a kernel that does it once."""
 
 

@@ -18,8 +18,8 @@ SIGNATURE = "ppplpppiiiiipf"
 MAX_ROWS = 32
 _SHARED_LIMIT = {90: 232_448, 80: 166_912}
 _PAIR_BYTES = 115_000
-_ROWS_ALONE = 8
-"""Up to so many rows warps multiply alone."""
+_ROWS_ALONE, _MOST_ROWS_ALONE = 8, 16
+"""Up to so many rows warps multiply alone; up to so many they may, two tiles each."""
 _LEAST_STAGES = 2
 _MOST_CANDIDATES = 24
 _CLUSTER_RATING = {1: 1.0, 2: 1.0, 4: 0.95, 8: 0.95}
@@ -114,11 +114,12 @@ def default_shapes(w: CudaInt4, rows: int, multiprocessors: int) -> list[StreamS
 
 def _cuts(rows: int) -> Iterator[StreamShape]:
     """All cuts that make sense for `rows` rows, whatever the weight."""
-    together = int(rows > _ROWS_ALONE)
     for cluster, warps, split, depth in product((1, 2, 4, 8), (16, 12, 8), (1, 2, 4, 8), (4, 5, 6, 3)):
-        for row_tiles in (1,) if together else (1, 2):
-            if warps % (split * (4 if together else 1)) == 0:
-                yield StreamShape(row_tiles, split, depth, cluster, warps, 1, together)
+        if rows <= _MOST_ROWS_ALONE and warps % split == 0:
+            for row_tiles in (1, 2) if rows <= _ROWS_ALONE else (2,):
+                yield StreamShape(row_tiles, split, depth, cluster, warps)
+        if rows > _ROWS_ALONE and warps % (split * 4) == 0:
+            yield StreamShape(1, split, depth, cluster, warps, together=1)
 
 
 def _rating(shape: StreamShape, w: CudaInt4, rows: int, multiprocessors: int) -> float:

@@ -21,6 +21,7 @@ constexpr int STAGE_CHUNKS = STAGE_K / CHUNK, STAGE_GROUPS = STAGE_K / GROUP;
 constexpr int META_AT = STAGE_CHUNKS * CHUNK_BYTES;
 constexpr int TILE_BYTES = META_AT + STAGE_GROUPS * GROUP_BYTES;
 constexpr int STAGE_BYTES = ROW_TILES * TILE_BYTES;
+constexpr int FEW_ROWS = 2;
 constexpr int TEAM = WARPGROUP ? 4 : 1, UNIT_TILES = TEAM * ROW_TILES;
 constexpr int UNIT_FLOATS = ROW_TILES * TOKENS * 128, QUADS = UNIT_FLOATS / 4, ALL = TEAM * QUADS;
 
@@ -68,7 +69,7 @@ struct Queue {
   }
 };
 
-DEVICE float silu(float x) { return x / (1.0f + exp_near(-x)); }
+DEVICE float silu(float x) { return x * reciprocal(1.0f + exp_near(-x)); }
 
 DEVICE float times(u32 a, u32 b) { return bits_float(a) * bits_float(b); }
 
@@ -102,18 +103,21 @@ DEVICE words4 gated_eight(const void* x, i64 at, int k) {
 
 // Columns [k0, k1) of x to shared memory: chunks of 64 columns, in each `lines` rows of 128 bytes whose 16-byte parts are
 // permuted by the row, so that the eight rows a matrix load takes lie in different banks. Beyond K lie zeros.
-DEVICE void stage_rows(u8* shared, const void* x, i64 stride, const float* norm, int rows, int lines, int k0, int k1,
-                       int k) {
-  constexpr int AT_ONCE = 4;
+//
+// Of a few rows the sums of groups are made on the way, [group][TOKENS * 8] floats; GROUP / 8 neighbours have a group.
+DEVICE void stage_rows(u8* shared, float* group_sums, const void* x, i64 stride, const float* norm, int rows, int lines,
+                       int k0, int k1, int k) {
+  constexpr int AT_ONCE = 4, LANES = GROUP / 8;
   const int parts = (k1 - k0) / 8, row_step = THREADS / parts, part_step = THREADS % parts;
   int row = threadIdx.x / parts, part = threadIdx.x % parts;
-  while (row < rows) {
+  for (int done = 0; done < rows * parts; done += AT_ONCE * THREADS) {
     words4 v[AT_ONCE];
-    int to[AT_ONCE];
+    int to[AT_ONCE], sum_at[AT_ONCE];
 #pragma unroll
     for (int j = 0; j < AT_ONCE; j++) {
       const int column = k0 + part * 8;
       to[j] = row < rows ? ((part / 8) * lines + row) * 128 + ((part % 8) ^ (row & 7)) * 16 : -1;
+      sum_at[j] = row < rows && part % LANES == 0 ? part / LANES * (TOKENS * 8) + row : -1;
       v[j] = {0, 0, 0, 0};
       if (row < rows && column < k)
         v[j] = SILU ? gated_eight(x, row * stride + column, k) : eight(x, row * stride + column, norm + column);
@@ -123,6 +127,15 @@ DEVICE void stage_rows(u8* shared, const void* x, i64 stride, const float* norm,
 #pragma unroll
     for (int j = 0; j < AT_ONCE; j++)
       if (to[j] >= 0) *(words4*)(shared + to[j]) = v[j];
+    if (rows > FEW_ROWS) continue;
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      float sum = ((bf16_low(v[j].x) + bf16_high(v[j].x)) + (bf16_low(v[j].y) + bf16_high(v[j].y))) +
+                  ((bf16_low(v[j].z) + bf16_high(v[j].z)) + (bf16_low(v[j].w) + bf16_high(v[j].w)));
+#pragma unroll
+      for (int mask = 1; mask < LANES; mask *= 2) sum += shuffle_xor(sum, mask);
+      if (sum_at[j] >= 0) group_sums[sum_at[j]] = sum;
+    }
   }
 }
 
@@ -307,13 +320,15 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, TOKENS * ROW_TILES =
   let_next_start();
   for (int i = 0; i < DEPTH - 1; i++) queue.fetch();
   wait_for_earlier();
-  stage_rows(xs, x, x_stride, norm, rows, lines, block0 * STAGE_K, block1 * STAGE_K, k);
+  stage_rows(xs, group_sums, x, x_stride, norm, rows, lines, block0 * STAGE_K, block1 * STAGE_K, k);
   if (NORM) square_rows(factors + TOKENS * 8, (const float*)x, x_stride, rows, k);
   if (WARPGROUP) fence_for_matrices();
   block_sync();
-  sum_groups(group_sums, xs, rows, chunk_bytes, (block1 - block0) * STAGE_GROUPS);
-  if (NORM) factor_rows(factors, factors + TOKENS * 8, rows, k, eps);
-  block_sync();
+  if (NORM) factor_rows(factors, factors + TOKENS * 8, rows, k, eps);  // read behind the next barrier
+  if (rows > FEW_ROWS) {
+    sum_groups(group_sums, xs, rows, chunk_bytes, (block1 - block0) * STAGE_GROUPS);
+    block_sync();
+  }
 
   int row_at[TOKENS];
 #pragma unroll
@@ -370,19 +385,25 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, TOKENS * ROW_TILES =
       for (int q = 0; q < PARTS; q++) v[q] = CLUSTER > 1 ? cluster_load(from, q) : from[q * ALL];
 #pragma unroll
       for (int q = 1; q < PARTS; q++) v[0] = plus(v[0], v[q]);
-      const u32 four[4] = {v[0].x, v[0].y, v[0].z, v[0].w};  // (row, token), the next token; 8 rows on, the same
+      float four[4] = {bits_float(v[0].x), bits_float(v[0].y), bits_float(v[0].z), bits_float(v[0].w)};
+      i64 at[4];  // of (row, token), the next token; 8 rows on, the same. All is read before anything is written.
+      float added[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const i64 row = line + j / 2 * 8, at = (i64)(token + j % 2) * n + row;
-        if (token + j % 2 >= rows || row >= n) continue;
-        float total = bits_float(four[j]);
-        if (NORM) total *= factors[token + j % 2];
-        if (bias) total += bias[row];
-        if (residual) total += residual[at];
+        const i64 row = line + j / 2 * 8;
+        at[j] = token + j % 2 < rows && row < n ? (i64)(token + j % 2) * n + row : -1;
+        added[j] = residual && at[j] >= 0 ? residual[at[j]] : 0.0f;
+        if (NORM) four[j] *= factors[token + j % 2];
+        if (bias && at[j] >= 0) four[j] += bias[row];
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        if (at[j] < 0) continue;
+        const float total = residual ? four[j] + added[j] : four[j];
         if (OUT_BF16) {
-          ((u16*)out)[at] = float_bf16(total);
+          ((u16*)out)[at[j]] = float_bf16(total);
         } else {
-          ((float*)out)[at] = total;
+          ((float*)out)[at[j]] = total;
         }
       }
     }
