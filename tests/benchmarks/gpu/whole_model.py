@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 
 from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter
 from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.kv.pool import KVPool
 from tests.benchmarks.gpu.floors import TARGETS_TOKENS_PER_S, step_bytes
 from tests.benchmarks.gpu.random_model import LLAMA_8B, QWEN_7B, V2_LITE, RandomBackend, Shape, write_folder
@@ -96,16 +98,26 @@ def measured(shape: Shape, cache: str, bandwidth: float, args: argparse.Namespac
         for batch in args.batches:
             for context in args.contexts:
                 if run.fits(batch * (context + 64)):
-                    row = decode_row(run, batch, context, bandwidth)
-                    decoded[batch, context] = row["wall_s"]
+                    row = attempted("decode", partial(decode_row, run, batch, context, bandwidth))
+                    if "wall_s" in row:
+                        decoded[batch, context] = row["wall_s"]
                     yield row
         for tokens in args.prompts:
-            yield prefill_row(run, tokens)
+            yield attempted("prefill", partial(prefill_row, run, tokens))
         adapter.close()
         del adapter, run
         _forget()
         if args.rpc:
             yield from through_rpcs(Path(folder), cache, args, decoded)
+
+
+def attempted(what: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The row, or one that says why there is none."""
+    try:
+        return measure()
+    except (DeepseekTgiError, RuntimeError) as error:
+        print(f"  {what} FAILED: {type(error).__name__}: {str(error).splitlines()[0]}")
+        return {"what": what, "error": f"{type(error).__name__}: {error}"}
 
 
 def decode_row(run: Run, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
@@ -118,9 +130,10 @@ def decode_row(run: Run, batch: int, context: int, bandwidth: float) -> dict[str
         found: list[int] = run.adapter.step(inputs, pool).argmax(-1).tolist()
         return found
 
-    steps = max(2, min(STEPS, int(SAMPLE_S / _wall_seconds(read_back, 2))))
-    device = [_device_seconds(run, lambda: run.adapter.step(inputs, pool), steps) for _ in range(REPEATS)]
-    wall = [_wall_seconds(read_back, steps) for _ in range(REPEATS)]
+    first = _wall_seconds(read_back, 2)
+    steps, repeats = max(2, min(STEPS, int(SAMPLE_S / first))), REPEATS if first < SAMPLE_S else 1
+    device = [_device_seconds(run, lambda: run.adapter.step(inputs, pool), steps) for _ in range(repeats)]
+    wall = [_wall_seconds(read_back, steps) for _ in range(repeats)]
     run.adapter.close_pool()
     pool.close()
     _forget()
