@@ -28,7 +28,7 @@ def kernel(
 ) -> CudaKernel:
     """The kernel of heads of `width` elements, with as many registers as its blocks leave a thread."""
     shape = DecodeShape(mode, width, width, 16, ratio, BF16, BF16, centred)
-    tiling = shape.tiling
+    tiling = shape.tiling()
     matrix = MATRIX_BF16 if mode == "bfloat16" else MATRIX_HALF
     registers = min(255, 65536 // (tiling.warps * 32 * tiling.blocks) // 8 * 8)
     return CudaKernel(shape.spec(tiling), registers, (WIDE_LOAD, matrix, TURN), archs)

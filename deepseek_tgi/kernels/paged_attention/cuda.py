@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 HEAD_UNIT, LARGEST_HEAD = 32, 256
 INT4_HEADS = frozenset({64, 128, 256})
+INT4_TABLE_BYTES = (48 << 10) + 256
+"""A table of 32 KiB, and as much more as makes the driver allow what the kernel has besides."""
 LEAST_TOKENS = 256
 """What a block takes at least: fewer tokens cost more in putting the parts together than they win."""
 _SIGNATURE = "plppppl" + "pipii" + "fpppi" + "pppii"
@@ -118,21 +120,21 @@ class DecodeShape:
         """Groups of a KV head."""
         return -(-self.ratio // self.rows)
 
-    @property
-    def tiling(self) -> Tiling:
-        """How the work is cut."""
+    def tiling(self, few: bool = False) -> Tiling:
+        """How the work is cut; `few` where requests and heads are fewer than multiprocessors. Measured on an H200."""
         if max(self.k_dim, self.v_dim) > 128 or self.query_tiles > 1:
             return Tiling(1, 4, 2)
         if MODES[self.mode] < 2:
-            return Tiling(1, 8, 1)
+            return Tiling(1, 8, 1) if few else Tiling(2, 4, 2)
         if self.centred:
             return Tiling(1, 4, 3)
         return Tiling(2, 4, 3) if self.mode == "int4" else Tiling(1, 8, 2)
 
     def spec(self, tiling: Tiling) -> KernelSpec:
         """The kernel."""
+        table = INT4_TABLE_BYTES if self.mode == "int4" else 0
         return spec(
-            "paged_decode", "paged_decode", _SIGNATURE, MODE=MODES[self.mode], DK=self.k_dim, DV=self.v_dim,
+            "paged_decode", "paged_decode", _SIGNATURE, table, MODE=MODES[self.mode], DK=self.k_dim, DV=self.v_dim,
             BLOCK=self.block_size, RATIO=self.ratio, NT=self.query_tiles, WARPS=tiling.warps, TILES=tiling.tiles,
             BLOCKS=tiling.blocks, Q_BF16=int(self.q_dtype == torch.bfloat16),
             OUT_BF16=int(self.out_dtype == torch.bfloat16), CENTRE=int(self.centred),
@@ -241,10 +243,9 @@ class PagedDecode:
         centred = pages.quantised and placed is not None and placed.frame.centre is not None
         shape = replace(decode_shape(q, pages, out), centred=centred)
         turns = self._turns.of(placed, pages) if centred and placed is not None else NO_TURNS
-        cut = tiling or shape.tiling
-        batch = inputs.cache_lens.shape[0]
+        batch, groups = inputs.cache_lens.shape[0], pages.num_heads * shape.groups
+        cut = tiling or shape.tiling(batch * groups < self._num_processors)
         num_blocks = self._num_processors * cut.blocks
-        groups = pages.num_heads * shape.groups
         least_pieces = max(1, least_tokens // (16 * cut.tiles * cut.warps))
         self._kernel(shape, cut)(
             (num_blocks, 1, 1),

@@ -103,6 +103,7 @@ def paged_tile(
     MODE: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr,
     BLOCK: tl.constexpr, GROUP_K: tl.constexpr, GROUP_V: tl.constexpr, SIZE_K: tl.constexpr, SIZE_V: tl.constexpr,
     TURN_K: tl.constexpr, TURN_V: tl.constexpr, CENTRE: tl.constexpr, ROTARY: tl.constexpr, PR: tl.constexpr,
+    MARK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """`out[t, h] = softmax(scale q[t, h] K') V` for one tile; the grid is (tiles of all requests, KV heads)."""
@@ -184,8 +185,8 @@ def paged_tile(
                 off = _exact_product(on_cos, tl.trans(tl.load(turn, mask=mask, other=0.0)), UPCAST)
                 off += _exact_product(on_sin, tl.trans(tl.load(turn + ROTARY // 2, mask=mask, other=0.0)), UPCAST)
                 off += still[:, None]
-                if MODE == 4:
-                    mark = tl.load(k_scale + page * page_bytes + place * (DK // GROUP_K), mask=seen, other=0)
+                if MARK:  # bytes from a token's mark to the next
+                    mark = tl.load(k_scale + page * page_bytes + place * MARK, mask=seen, other=0)
                     off = tl.where(((mark & 1) != 0)[None, :], off, 0.0)
                 scores += off
             scores *= grow[:, None]
@@ -215,3 +216,49 @@ def paged_tile(
         e = tl.arange(0, PV)
         to = out + ((start + token).to(tl.int64) * heads + head)[:, None] * DV + e[None, :]
         tl.store(to, sums.to(out.dtype.element_ty), mask=real[:, None] & (e < DV)[None, :])
+
+
+@triton.jit
+def _plain(
+    store, scales, page, place, seen, page_bytes, MODE: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, TURN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Vectors `[BN, P] float32` as they were before they were stored; keys without their centre."""
+    x = _rows(store, scales, page, place, seen, page_bytes, MODE, D, P, GROUP)
+    if MODE == 4:
+        return _product(x, _hadamard(SIZE, P), UPCAST) * TURN
+    size, zero = _params(scales, page, place, seen, page_bytes, MODE)
+    return x.to(tl.float32) * size[:, None] + zero[:, None]
+
+
+@triton.jit
+def unpack_pages(
+    k, v, k_scale, v_scale, page_bytes, tables, columns, starts, cached, plain, plain_page_bytes, blocks,
+    MODE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP_K: tl.constexpr, GROUP_V: tl.constexpr, SIZE_K: tl.constexpr, SIZE_V: tl.constexpr, TURN_K: tl.constexpr,
+    TURN_V: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Contexts in bfloat16 pages of their own, request after request: keys, values, then a byte a key, its mark."""
+    at = tl.program_id(0) * BN + tl.arange(0, BN)
+    group = tl.program_id(1)
+    request = tl.program_id(2)
+    heads = tl.num_programs(1)
+    context = tl.load(cached + request) + tl.load(starts + request + 1) - tl.load(starts + request)
+    seen = at < context
+    if tl.program_id(0) * BN < context:
+        page = tl.load(tables + tl.cast(request, tl.int64) * columns + at // BLOCK, mask=seen, other=0).to(tl.int64)
+        place = group * BLOCK + at % BLOCK
+        to = (request * blocks + at // BLOCK).to(tl.int64) * (plain_page_bytes // 2)
+        wide = plain.to(tl.pointer_type(tl.bfloat16))
+        keys = _plain(k, k_scale, page, place, seen, page_bytes, MODE, DK, PK, GROUP_K, SIZE_K, TURN_K, UPCAST)
+        d = tl.arange(0, PK)
+        tl.store(
+            wide + (to + place * DK)[:, None] + d[None, :], keys.to(tl.bfloat16), mask=seen[:, None] & (d < DK)[None, :]
+        )
+        values = _plain(v, v_scale, page, place, seen, page_bytes, MODE, DV, PV, GROUP_V, SIZE_V, TURN_V, UPCAST)
+        e = tl.arange(0, PV)
+        behind = to + heads * BLOCK * DK + place * DV
+        tl.store(wide + behind[:, None] + e[None, :], values.to(tl.bfloat16), mask=seen[:, None] & (e < DV)[None, :])
+        if MODE == 4:
+            mark = tl.load(k_scale + page * page_bytes + place * (DK // GROUP_K), mask=seen, other=0)
+            tl.store(plain + to * 2 + heads * BLOCK * (DK + DV) * 2 + place, mark, mask=seen)

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 MODES = {"bfloat16": 0, "float16": 1, "int8": 2, "fp8_e4m3fn": 3, "int4": 4}
 LARGEST_HEAD = 256
+UNPACKED_ROWS, UNPACKED_BYTES = 512, 512 << 20
+"""From so many rows a request on, quantised contexts are read into bfloat16 once, if they take no more than this."""
 
 
 def provide(kernels: KernelSet) -> KernelSet:
@@ -34,8 +36,11 @@ def provide(kernels: KernelSet) -> KernelSet:
 class TiledAttention:
     """The op: formats and sizes that the kernel does not take go to `others`, which is said once a reason."""
 
-    def __init__(self, others: PagedAttention, *, interpreted: bool = False) -> None:
+    def __init__(
+        self, others: PagedAttention, *, interpreted: bool = False, unpacked_rows: int = UNPACKED_ROWS
+    ) -> None:
         self._others = others
+        self._unpacked_rows = unpacked_rows
         self._interpreted = interpreted
         self._said: set[str] = set()
 
@@ -82,24 +87,61 @@ class TiledAttention:
         centre, cos_sin = None, None
         if pages.quantised and placed is not None and placed.frame.centre is not None:
             centre, cos_sin = placed.frame.centre, placed.cos_sin
-        constants = tile_constants(pages, ratio, 0 if cos_sin is None else cos_sin.shape[1])
+        rotary = 0 if cos_sin is None else cos_sin.shape[1]
+        tables, unpacked = inputs.block_tables, None
+        if pages.quantised and inputs.max_seqlen * ratio >= self._unpacked_rows:
+            unpacked = self._unpack(pages, inputs)
+        if unpacked is not None:
+            pages, tables = unpacked
+        constants = tile_constants(pages, ratio, rotary)
         cut = tile_shape(pages, inputs.max_seqlen * ratio, centred=centre is not None)
         rows = cut["BM"]
         tiles = min(-(-q.shape[0] * ratio // rows) + batch, batch * -(-inputs.max_seqlen * ratio // rows))
         paged_tile[tiles, pages.num_heads](
             q, q.stride(0), _bytes(pages.k), _bytes(pages.v), _bytes(pages.k_scale), _bytes(pages.v_scale),
-            pages.k.stride(0) * pages.k.element_size(), inputs.block_tables, inputs.block_tables.stride(0),
+            pages.k.stride(0) * pages.k.element_size(), tables, tables.stride(0),
             inputs.cu_seqlens, inputs.cache_lens, batch, scale, out, centre, cos_sin, **constants, **cut,
             UPCAST=self._interpreted,
         )  # fmt: skip
 
+    def _unpack(self, pages: LayerPages, inputs: ForwardInputs) -> tuple[LayerPages, torch.Tensor] | None:
+        """The step's contexts in bfloat16 and the table of their pages; None if that is too much memory."""
+        from deepseek_tgi.kernels.paged_attention.tile_kernel import unpack_pages
+
+        heads, size, k_dim, v_dim = pages.num_heads, pages.block_size, pages.k_dim, pages.v_dim
+        batch, blocks = inputs.cache_lens.shape[0], -(-inputs.max_context // size)
+        page = heads * size * (2 * (k_dim + v_dim) + 1)
+        page = -(-page // 16) * 16
+        if batch * blocks * page > UNPACKED_BYTES:
+            return None
+        device = pages.k.device
+        plain = torch.empty(batch * blocks * page, dtype=torch.uint8, device=device)
+        constants = tile_constants(pages, 1, 0)
+        names = ("MODE", "BLOCK", *(f"{key}{x}" for key in ("D", "P", "GROUP_", "SIZE_", "TURN_") for x in "KV"))
+        unpack_pages[-(-inputs.max_context // 32), heads, batch](
+            _bytes(pages.k), _bytes(pages.v), _bytes(pages.k_scale), _bytes(pages.v_scale),
+            pages.k.stride(0) * pages.k.element_size(), inputs.block_tables, inputs.block_tables.stride(0),
+            inputs.cu_seqlens, inputs.cache_lens, plain, page, blocks, **{name: constants[name] for name in names},
+            BN=32, UPCAST=self._interpreted,
+        )  # fmt: skip
+        wide = plain.view(torch.bfloat16)
+        count, behind = batch * blocks, heads * size * k_dim
+        k = wide.as_strided((count, heads, size, k_dim), (page // 2, size * k_dim, k_dim, 1))
+        v = wide.as_strided((count, heads, size, v_dim), (page // 2, size * v_dim, v_dim, 1), behind)
+        marks = None
+        if pages.mode == "int4":
+            marks = plain.as_strided((count, heads, size, 1), (page, size, 1, 1), 2 * (behind + heads * size * v_dim))
+        tables = torch.arange(count, dtype=torch.int32, device=device).view(batch, blocks)
+        return LayerPages(k, v, marks, None, "bfloat16", size), tables
+
 
 def tile_constants(pages: LayerPages, ratio: int, rotary: int) -> dict[str, Any]:
     """Constants of the kernel that follow from the cache's shape; `rotary` is 0 without a centre."""
+    marks = pages.k_scale if pages.k_scale is not None and pages.k_scale.dtype == torch.uint8 else None
     sizes = [(d, d & -d) for d in (pages.k_dim, pages.v_dim)]
     return {
         "MODE": MODES[pages.mode], "RATIO": ratio, "BLOCK": pages.block_size, "CENTRE": rotary > 0, "ROTARY": rotary,
-        "PR": _padded(rotary // 2),
+        "PR": _padded(rotary // 2), "MARK": 0 if rotary == 0 or marks is None else marks.shape[3],
         **{f"{key}{x}": value for x, (d, size) in zip("KV", sizes, strict=True) for key, value in (
             ("D", d), ("P", _padded(d)), ("GROUP_", int4_group(d)), ("SIZE_", size),
             ("TURN_", 2.0 ** -(size.bit_length() // 2)),
@@ -112,9 +154,10 @@ def tile_shape(pages: LayerPages, rows: int, *, centred: bool) -> dict[str, int]
     wide = max(pages.k_dim, pages.v_dim) > 128 or centred or pages.mode == "int4"
     most = 64 if wide else 128
     size = next((n for n in (16, 32, 64) if rows <= n), most)
+    keys = 32 if wide else 128 if size >= 128 and pages.mode in ("bfloat16", "float16") else 64
     return {
-        "BM": min(size, most), "BN": 32 if wide else 64, "num_warps": 8 if size >= 128 else 4,
-        "num_stages": 2 if wide else 3,
+        "BM": min(size, most), "BN": keys,
+        "num_warps": 8 if size >= 128 else 4, "num_stages": 2 if wide or size >= 128 else 3,
     }  # fmt: skip
 
 

@@ -111,22 +111,26 @@ DEVICE void cut_values(ValueTile& tile, int count) {
 }
 
 // --- INT4 -----------------------------------------------------------------------------------------------------------
-// Levels are kept as halves, in two tables of bytes. Of a word's eight codes, what follows concerns all of them.
-struct Folded {
-  u32 sizes, negative;  // in each four bits: which size the level has; 8 if it is below zero
-};
-DEVICE Folded fold_codes(u32 codes) {
-  u32 negative = ~codes & 0x88888888u;
-  return {codes & 0x77777777u ^ negative - (negative >> 3), negative};
+// What a byte of two codes stands for, as halves, for every byte and lane: a lane reads its own bank of shared memory.
+// Arithmetic on codes costs more: integer instructions are what a multiprocessor has fewest of.
+constexpr int LEVEL_TABLE_BYTES = 256 * 32 * 4;
+DEVICE float level_of(int code) {
+  const int i = code < 8 ? 7 - code : code - 8;
+  const float low = i < 2 ? (i < 1 ? 6.0f : 18.0f) : i < 3 ? 31.0f : 45.0f;
+  const float high = i < 6 ? (i < 5 ? 60.0f : 77.0f) : i < 7 ? 98.0f : 127.0f;
+  const float size = i < 4 ? low : high;
+  return code < 8 ? -size : size;
 }
-// Codes 4 part .. + 4 of a word times `scales`, those of the lower and upper half of the head: elements of two bytes.
-DEVICE void widen_int4(u32& first, u32& second, const Folded& word, int part, u32 scales) {
-  const u32 sizes = part ? word.sizes >> 16 : word.sizes;
-  const u32 low = permute_bytes(0xA0C08000u, 0xF020D080u, sizes & 0xFFFF);
-  u32 high = permute_bytes(0x514F4C46u, 0x57565453u, sizes & 0xFFFF);
-  high ^= permute_bytes(word.negative << 4, word.negative, part ? 0x7362 : 0x5140) & 0x80808080u;
-  first = half_mul(permute_bytes(low, high, 0x5140), scales);
-  second = half_mul(permute_bytes(low, high, 0x7362), scales);
+DEVICE void fill_levels(u32* table) {
+  for (int i = threadIdx.x; i < 256 * 32; i += blockDim.x) {
+    const int byte = i / 32;
+    table[i] = half_pair(level_of(byte & 15), level_of(byte >> 4));
+  }
+}
+// Byte `byte` of `codes` times `scales`, those of the lower and the upper half of the head.
+DEVICE u32 widen_int4(u32 codes, int byte, u32 scales) {
+  const u32* table = (const u32*)dynamic_shared() + lane_id();
+  return half_mul(table[permute_bytes(codes, 0, 0x4440 + byte) * 32], scales);
 }
 // Two scale bytes, a half word each, as halves: 64 times the scale.
 DEVICE u32 int4_scales(u32 bytes) { return bytes << 7; }
@@ -207,7 +211,8 @@ DEVICE void key_operand(u32 (&a)[4], const KeyTile& tile, int step) {
     } else if constexpr (MODE == 4) {
       const int word = step / 2, pair = word / (K_WORDS / 2);
       const u32 scales = int4_scales(permute_bytes(tile.params[half], 0, pair ? 0x4341 : 0x4240));
-      widen_int4(a[half], a[half + 2], fold_codes(tile.rows[half][word]), step % 2, scales);
+      a[half] = widen_int4(tile.rows[half][word], step % 2 * 2, scales);
+      a[half + 2] = widen_int4(tile.rows[half][word], step % 2 * 2 + 1, scales);
     } else if (MODE == 2) {
       a[half] = widen_int8(tile.rows[half][step], 0x4140);
       a[half + 2] = widen_int8(tile.rows[half][step], 0x4342);
@@ -231,10 +236,7 @@ DEVICE void value_operand(u32 (&a)[4], const ValueTile& tile, int index) {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int token = 2 * half + i;
-        u32 first, second;
-        widen_int4(first, second, fold_codes(tile.rows[token][index / 4]), index % 4 / 2,
-                   int4_scales(tile.params[token]));
-        x[i] = index % 2 ? second : first;
+        x[i] = widen_int4(tile.rows[token][index / 4], index % 4, int4_scales(tile.params[token]));
       }
       a[2 * half] = permute_bytes(x[0], x[1], 0x5410);
       a[2 * half + 1] = permute_bytes(x[0], x[1], 0x7632);

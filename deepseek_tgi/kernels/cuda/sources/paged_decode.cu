@@ -214,6 +214,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
   const int lane = lane_id(), warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int groups = kv_heads * GROUPS;
+#if MODE == 4
+  fill_levels((u32*)dynamic_shared());
+#endif
   wait_for_earlier();
   const int total = total_pieces(cache_lens, batch) * groups;
   const int workers = smaller(gridDim.x, (total + least_pieces - 1) / least_pieces);
