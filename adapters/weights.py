@@ -22,6 +22,7 @@ from deepseek_tgi.adapters.quantization import QuantPlan
 from deepseek_tgi.adapters.sharding import Share
 from deepseek_tgi.adapters.weight_forms import DenseWeight, Fp8Weight, Int4Weight, Part, Weight, fuse, on_device
 from deepseek_tgi.errors import CheckpointError, ConfigError
+from deepseek_tgi.kernels.common import PackedDense, PackedInt4
 from deepseek_tgi.kernels.latent_attention import FORMS
 from deepseek_tgi.kernels.moe import Expert
 from deepseek_tgi.kernels.route import GroupRank, Routing
@@ -89,7 +90,7 @@ class WeightSource:
         whole = gate_up[0] if len(gate_up) == 1 else DenseWeight(torch.cat([w.dequantise() for w in gate_up]))
         order = whole.order if isinstance(whole, Int4Weight) else None
         order = None if order is None else order.to(self._device, torch.int32)
-        return Expert(self._pack_plain(whole).weight, self._pack_plain(down).weight, order)
+        return Expert(self._held(whole), self._held(down), order)
 
     def router(self, name: str, num_experts: int, in_features: int) -> DenseLinear:
         """The gate `name` of a mixture of experts, kept in full: a rounded logit sends a token to another expert."""
@@ -232,6 +233,15 @@ class WeightSource:
         if isinstance(weight, Fp8Weight):
             return DenseLinear(self.kernels, self.kernels.pack_fp8(weight.codes, weight.scales, weight.block), bias)
         return DenseLinear(self.kernels, self.kernels.pack_dense(weight.weight), bias)
+
+    def _held(self, weight: Weight) -> PackedInt4 | PackedDense:
+        """An expert's weight, as the experts' packing wants it."""
+        hold = self.kernels.hold_int4
+        if hold is None or not isinstance(weight, Int4Weight):
+            return self._pack_plain(weight).weight
+        own = on_device(weight, self._device)
+        assert isinstance(own, Int4Weight)
+        return hold(own.codes, own.zeros, own.scales, own.group_size)
 
     def _joined(self, weights: Sequence[Weight]) -> Linear:
         parts = [self._pack(w) for w in weights]

@@ -71,6 +71,8 @@ class KernelSet:
     route: Route
     pack_experts: PackExperts
     moe: Moe
+    hold_int4: PackInt4 | None = None
+    """How INT4 weights of experts are held until `pack_experts` takes them; None: as `pack_int4` packs them."""
 
 
 def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> KernelSet:

@@ -9,9 +9,11 @@ from emulation.emulated import EmulatedPrograms
 from oracles import kernels as oracle
 
 from deepseek_tgi.kernels.common import Int4Tensors, PackedInt4, PlainDense
+from deepseek_tgi.kernels.int4_linear import layout
 from deepseek_tgi.kernels.moe import Expert, cuda_experts
 from deepseek_tgi.kernels.moe.cuda import CudaMoe
 from deepseek_tgi.kernels.moe.cuda_experts import CudaExperts
+from deepseek_tgi.kernels.moe.tiles import hold_int4
 
 Numpy = oracle.Array
 
@@ -129,3 +131,23 @@ def test_a_weight_that_is_nan_spoils_its_row_alone() -> None:
     CudaMoe(EmulatedPrograms())(x, ids, weights, experts, out)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
+
+
+def test_experts_held_as_they_were_read_are_laid_out_alike() -> None:
+    g = torch.Generator().manual_seed(5)
+
+    def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        codes, zeros = (torch.randint(16, shape, dtype=torch.uint8, generator=g) for shape in ((n, k), (n, k // 32)))
+        return codes, zeros, (torch.rand(n, k // 32, generator=g) * 0.1).half(), 32
+
+    drawn = [(weight(128, 64), weight(64, 64)) for _ in range(3)]
+    held, packed = (
+        CudaExperts([Expert(pack(*gate_up), pack(*down)) for gate_up, down in drawn])
+        for pack in (hold_int4, layout.pack)
+    )
+    for name in ("gate_up", "down"):
+        ours, theirs = getattr(held, name), getattr(packed, name)
+        assert torch.equal(ours.codes, theirs.codes)
+        assert torch.equal(ours.scales, theirs.scales)
+    # The float32 product of an exact difference and a scale, either way.
+    assert torch.equal(hold_int4(*drawn[0][0]).dequantise(), layout.pack(*drawn[0][0]).dequantise())

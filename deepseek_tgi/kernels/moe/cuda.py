@@ -23,7 +23,7 @@ from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec, Programs, spec
 from deepseek_tgi.kernels.moe import PackedExperts, check_moe
 from deepseek_tgi.kernels.moe import cuda_experts as packed
 from deepseek_tgi.kernels.moe.cuda_experts import CudaExperts, Cuts, Parts, Way
-from deepseek_tgi.kernels.moe.tiles import CHUNK, TILE, TiledInt4, padded
+from deepseek_tgi.kernels.moe.tiles import CHUNK, TILE, TiledInt4, hold_int4, padded
 
 if TYPE_CHECKING:
     from deepseek_tgi.kernels.select import KernelSet
@@ -46,7 +46,8 @@ SIGNATURES = {
 
 def provide(kernels: KernelSet) -> KernelSet:
     """See `kernels.device_set`."""
-    return replace(kernels, pack_experts=CudaExperts, moe=CudaMoe(machine_of(kernels.device).programs))
+    op = CudaMoe(machine_of(kernels.device).programs)
+    return replace(kernels, hold_int4=hold_int4, pack_experts=CudaExperts, moe=op)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from deepseek_tgi.kernels.common import Int4Tensors, PackedInt4
+from deepseek_tgi.kernels.common import Int4Tensors, PackedInt4, check_int4
 from deepseek_tgi.kernels.moe import Expert, Packed
 
 TILE, CHUNK = 16, 64
@@ -19,6 +19,32 @@ class HasTensors(Protocol):
     """A packed INT4 weight that can be given back as it was stored."""
 
     def tensors(self) -> Int4Tensors: ...
+
+
+class LooseInt4(PackedInt4):
+    """An expert's INT4 weight as it was read, on its way to `pack_experts`, which lays it out by itself."""
+
+    __slots__ = ("_read",)
+
+    def __init__(self, read: Int4Tensors) -> None:
+        n, k = read.codes.shape
+        super().__init__(n, k, read.group_size, read.codes.nbytes + read.zeros.nbytes + read.scales.nbytes)
+        self._read = read
+
+    def tensors(self) -> Int4Tensors:
+        """As it was read."""
+        return self._read
+
+    def dequantise(self) -> torch.Tensor:
+        """See `PackedInt4`."""
+        read = self._read
+        grouped = read.codes.view(self.out_features, -1, self.group_size).float() - read.zeros.float().unsqueeze(-1)
+        return (grouped * read.scales.float().unsqueeze(-1)).view(self.out_features, self.in_features)
+
+
+def hold_int4(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group_size: int) -> PackedInt4:
+    """See `KernelSet.hold_int4`."""
+    return LooseInt4(check_int4(codes, zeros, scales, group_size))
 
 
 @dataclass(frozen=True, slots=True)
