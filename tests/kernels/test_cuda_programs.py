@@ -58,6 +58,16 @@ def test_machine_code_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytest.
     assert other.startswith(b"\x7fELF")
 
 
+def test_many_kernels_are_compiled_ahead_and_a_bad_one_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.setenv("DEEPSEEK_TGI_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_WORTH_PROCESSES", 2)
+    good = spec("rms_norm", "rms_norm", SIGNATURE, THREADS=128, X_BF16=0, OUT_BF16=1)
+    nvrtc.compile_all([good, good, spec("rms_norm", "rms_norm", SIGNATURE, THREADS=128)], "sm_90a")
+    (kept,) = (tmp_path / "cuda").iterdir()
+    assert kept.read_bytes() == nvrtc.machine_code(good, "sm_90a")
+
+
 def test_a_source_that_does_not_compile_is_refused_with_the_compilers_words() -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     with pytest.raises(DeviceError, match=r'(?s)rms_norm.*sm_90a.*"X_BF16" is undefined'):

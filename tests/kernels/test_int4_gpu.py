@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from deepseek_tgi.kernels.common import ComputeDtype
-from deepseek_tgi.kernels.cuda.nvrtc import arch_of
+from deepseek_tgi.kernels.cuda.nvrtc import arch_of, compile_all
 from deepseek_tgi.kernels.cuda.program import KernelSpec
-from deepseek_tgi.kernels.int4_linear import cuda, layout, panel, stream, tune
+from deepseek_tgi.kernels.int4_linear import cuda, layout, tune
 from deepseek_tgi.kernels.int4_linear.choice import Chooser, runs, tables_for
-from deepseek_tgi.kernels.int4_linear.panel import PanelShape
-from deepseek_tgi.kernels.int4_linear.stream import StreamCall, StreamShape
 from deepseek_tgi.kernels.select import select_kernels
 
 pytestmark = pytest.mark.gpu
@@ -52,13 +50,8 @@ def compiled(ops: cuda.Int4Ops) -> None:
         w = Case(*size).packed
         for rows in ROWS:
             choice = ops.chooser.choice(w, rows)
-            for wide in (False, True):
-                if isinstance(choice, StreamShape):
-                    form = StreamCall(w.group, w.scale_kind, x_bf16=True, out_bf16=not wide)
-                    wanted.append(stream.stream_spec(choice, form, rows, stream.stages_of(w)))
-                elif isinstance(choice, PanelShape):
-                    wanted.append(panel.panel_spec(choice, w.group, w.scale_kind, out_bf16=not wide))
-    tune.compile_all(dict.fromkeys(wanted), arch_of(*torch.cuda.get_device_capability()))
+            wanted += [tune.spec_of(choice, w, rows, out_bf16=narrow) for narrow in (False, True)]
+    compile_all(wanted, arch_of(*torch.cuda.get_device_capability()))
 
 
 def off(y: torch.Tensor, expected: torch.Tensor) -> float:
@@ -90,7 +83,7 @@ def test_candidates_against_float64(ops: cuda.Int4Ops, size: tuple[int, int, int
     case = Case(*size)
     arch = arch_of(*torch.cuda.get_device_capability())
     rows = (1, 8, 16, 32, 64)
-    tune.compile_all(dict.fromkeys(each for m in rows for each in tune.specs(case.packed, m, ops.machine)), arch)
+    compile_all((each for m in rows for each in tune.specs(case.packed, m, ops.machine)), arch)
     for m in rows:
         x = torch.randn(m, size[1], device="cuda").bfloat16()
         product = x.double() @ case.weight.t()

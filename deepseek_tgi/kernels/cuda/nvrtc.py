@@ -6,7 +6,10 @@ import hashlib
 import logging
 import os
 import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from deepseek_tgi.kernels.cuda.program import SOURCE_FOLDER, KernelSpec
 
 logger = logging.getLogger(__name__)
 
+_WORTH_PROCESSES = 8
+"""Fewer kernels are compiled sooner than processes start."""
 _FLAGS = ("-std=c++17", "-default-device", "-lineinfo")
 
 
@@ -43,6 +48,22 @@ def machine_code(spec: KernelSpec, arch: str) -> bytes:
     except OSError as error:
         logger.warning("cache folder %s: %s; kernels are compiled at every start", kept.parent, error)
     return code
+
+
+def compile_all(specs: Iterable[KernelSpec], arch: str) -> None:
+    """Fill the cache with the kernels of `specs`, in processes on all cores: one after the other they take minutes.
+
+    What does not compile is left for its first use to say so.
+    """
+    missing = list(
+        {(spec.source, spec.name, spec.flags): spec for spec in specs if not _kept(spec, arch).exists()}.values()
+    )
+    if len(missing) < _WORTH_PROCESSES:
+        return
+    workers = min(len(os.sched_getaffinity(0)), len(missing))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for done in [pool.submit(machine_code, spec, arch) for spec in missing]:
+            done.exception()
 
 
 def compile_source(spec: KernelSpec, arch: str) -> bytes:

@@ -7,11 +7,9 @@ of the replays counts. A kernel whose result is not what dequantising gives is n
 from __future__ import annotations
 
 import logging
-import os
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,7 @@ import torch
 from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.kernels.compiler import BuildError
 from deepseek_tgi.kernels.cuda.machine import Machine, machine_of
-from deepseek_tgi.kernels.cuda.nvrtc import arch_of, machine_code
+from deepseek_tgi.kernels.cuda.nvrtc import arch_of, compile_all
 from deepseek_tgi.kernels.cuda.program import KernelSpec
 from deepseek_tgi.kernels.int4_linear import dequantised, layout, panel, stream
 from deepseek_tgi.kernels.int4_linear.choice import ROWS, Choice, key_of, read_table, runs, user_table, write_table
@@ -95,7 +93,7 @@ def run(
             copies = copies_of(random_weight(wanted, where))
             key = key_of(copies[0])
             bar.set_description(key)
-            compile_all(dict.fromkeys(each for count in rows for each in specs(copies[0], count, machine)), arch)
+            compile_all((each for count in rows for each in specs(copies[0], count, machine)), arch)
             times = []
             for count in rows:
                 choice, time = best(machine, copies, count)
@@ -130,22 +128,19 @@ def candidates(w: CudaInt4, rows: int, machine: Machine) -> list[Choice]:
     return [choice for choice in wanted if runs(choice, rows, w, machine.capability)]
 
 
+def spec_of(choice: Choice, w: CudaInt4, rows: int, *, out_bf16: bool = True) -> KernelSpec:
+    """The kernel of ours that a choice launches for bfloat16 rows."""
+    if isinstance(choice, StreamShape):
+        form = StreamCall(w.group, w.scale_kind, x_bf16=True, out_bf16=out_bf16)
+        return stream.stream_spec(choice, form, rows, stream.stages_of(w))
+    if isinstance(choice, PanelShape):
+        return panel.panel_spec(choice, w.group, w.scale_kind, out_bf16)
+    return dequantised.dequantise_spec(w.group, w.scale_kind, out_bf16=True)
+
+
 def specs(w: CudaInt4, rows: int, machine: Machine) -> list[KernelSpec]:
     """The kernels of all candidates."""
-    found: list[KernelSpec] = [dequantised.dequantise_spec(w.group, w.scale_kind, out_bf16=True)]
-    for choice in candidates(w, rows, machine):
-        if isinstance(choice, StreamShape):
-            form = StreamCall(w.group, w.scale_kind, x_bf16=True, out_bf16=True)
-            found.append(stream.stream_spec(choice, form, rows, stream.stages_of(w)))
-        elif isinstance(choice, PanelShape):
-            found.append(panel.panel_spec(choice, w.group, w.scale_kind, out_bf16=True))
-    return found
-
-
-def compile_all(wanted: Iterable[KernelSpec], arch: str) -> None:
-    """Fill the cache of compiled kernels, on all cores: one after the other they take longer than measuring them."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda spec: machine_code(spec, arch), wanted))
+    return [spec_of(choice, w, rows) for choice in candidates(w, rows, machine)]
 
 
 def call(machine: Machine, choice: Choice, x: torch.Tensor, w: CudaInt4, out: torch.Tensor) -> None:

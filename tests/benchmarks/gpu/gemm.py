@@ -19,10 +19,12 @@ from pathlib import Path
 import torch
 
 from deepseek_tgi.kernels.cuda.machine import Machine, machine_of
+from deepseek_tgi.kernels.cuda.nvrtc import arch_of, compile_all
 from deepseek_tgi.kernels.int4_linear import dequantised, layout
 from deepseek_tgi.kernels.int4_linear.choice import Choice, Chooser, tables_for
 from deepseek_tgi.kernels.int4_linear.cuda import Int4Ops
 from deepseek_tgi.kernels.int4_linear.layout import CudaInt4
+from deepseek_tgi.kernels.int4_linear.tune import spec_of
 from tests.benchmarks.gpu.timing import graph_us
 from tests.benchmarks.measure import circumstances
 
@@ -109,6 +111,8 @@ def measured(ops: Int4Ops, name: str, all_rows: Sequence[int], ceilings: dict[st
     scales = (torch.rand(n, k // GROUP, device=device) * 0.01 + 0.005).half()
     packed = layout.pack(codes, zeros, scales, GROUP)
     exact = (codes.view(n, -1, GROUP).double() - zeros.unsqueeze(-1)) * scales.double().unsqueeze(-1)
+    wanted = [spec_of(ops.chooser.choice(packed, m), packed, m) for m in all_rows]
+    compile_all([*wanted, spec_of(None, packed, 1)], arch_of(*torch.cuda.get_device_capability(device)))
     copies = rotated(packed, lambda: CudaInt4(packed.codes.clone(), packed.metas.clone(), (n, k, GROUP), 1))
     dense = rotated(exact.view(n, k).to(torch.bfloat16), lambda: exact.view(n, k).to(torch.bfloat16))
     theirs = torch_int4(codes)
