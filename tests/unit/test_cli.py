@@ -122,7 +122,7 @@ print(json.dumps([code, time.process_time() - start, sorted({"torch", "numpy", "
         done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
         runs.append(json.loads(done.stdout))
     assert [(status, heavy) for status, _, heavy in runs] == [(0, [])] * 3
-    assert min(seconds for _, seconds, _ in runs) < 1.0
+    assert min(seconds for _, seconds, _ in runs) < 3.0
 
 
 @pytest.mark.parametrize(

@@ -315,10 +315,7 @@ def test_a_killed_launcher_leaves_nobody(launch: Launch) -> None:
 def test_options_that_do_nothing_are_named(launch: Launch) -> None:
     launcher = launch("--speculate", "2", "--cuda-memory-fraction", "1.0", LORA_ADAPTERS="a=b")
     launcher.wait_for("Starting shard")
-    expected = (
-        "Without effect on this backend: flag --cuda-memory-fraction, environment LORA_ADAPTERS, flag --speculate"
-    )
-    assert expected in launcher.words()
+    assert "Without effect on this backend: environment LORA_ADAPTERS, flag --speculate" in launcher.words()
 
 
 @pytest.mark.parametrize(
