@@ -1,0 +1,150 @@
+"""Experts, routing and row operations on a GPU, at the sizes of DeepSeek-V2-Lite and V3: against float64 and the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracles.routing import Gate
+from oracles.routing import route as written_out
+
+from deepseek_tgi.kernels.common import Int4Tensors, PackedInt4
+from deepseek_tgi.kernels.cuda.machine import machine_of
+from deepseek_tgi.kernels.moe import Expert
+from deepseek_tgi.kernels.moe.cuda import CudaMoe
+from deepseek_tgi.kernels.moe.cuda_experts import CudaExperts
+from deepseek_tgi.kernels.rms_norm.cuda import CudaRmsNorm
+from deepseek_tgi.kernels.route import GroupRank, Routing, Scoring
+from deepseek_tgi.kernels.route.cuda import CudaRoute
+from deepseek_tgi.kernels.silu_mul.cuda import CudaSiluMul
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS, TOP, HIDDEN, INNER, SHARED = 64, 6, 2048, 1408, 2816
+
+
+class KeptInt4(PackedInt4):
+    """A random INT4 weight on the device, as it was stored."""
+
+    def __init__(self, rows: int, columns: int, size: int) -> None:
+        codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, device="cuda")
+        zeros = torch.randint(0, 16, (rows, columns // size), dtype=torch.uint8, device="cuda")
+        scales = ((torch.rand(rows, columns // size, device="cuda") + 0.5) * 0.1 / columns**0.5).half()
+        self.own = Int4Tensors(codes, zeros, scales, size)
+        super().__init__(rows, columns, size, 0)
+
+    def tensors(self) -> Int4Tensors:
+        return self.own
+
+    def dequantise(self) -> torch.Tensor:
+        own = self.own
+        groups = own.codes.view(self.out_features, -1, self.group_size).double() - own.zeros.double().unsqueeze(-1)
+        return (groups * own.scales.double().unsqueeze(-1)).view(self.out_features, -1)
+
+
+@pytest.fixture(scope="module", params=[128, 64])
+def layer(request: pytest.FixtureRequest) -> tuple[CudaExperts, list[Expert]]:
+    size = request.param
+    everyone = [Expert(KeptInt4(2 * i, HIDDEN, size), KeptInt4(HIDDEN, i, size)) for i in [INNER] * EXPERTS + [SHARED]]
+    return CudaExperts(everyone[:-1], everyone[-1]), everyone
+
+
+def added(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, everyone: list[Expert]) -> torch.Tensor:
+    """What the layer adds, in float64."""
+    out = torch.zeros(len(x), HIDDEN, dtype=torch.float64, device="cuda")
+    for index, expert in enumerate(everyone):
+        shares = (weights * (ids == index)).sum(1).double() if index < EXPERTS else out.new_ones(len(x))
+        rows = shares.nonzero().squeeze(1)
+        assert isinstance(expert.gate_up, PackedInt4)
+        assert isinstance(expert.down, PackedInt4)
+        gate, up = (x[rows].double() @ expert.gate_up.dequantise().t()).chunk(2, 1)
+        inner = gate / (1 + (-gate).exp()) * up
+        out[rows] += shares[rows, None] * (inner @ expert.down.dequantise().t())
+    return out
+
+
+# Either side of each switch of tiles: 4 tokens, 7 and 17 pairs an expert, the most that are computed together.
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 33, 74, 75, 181, 182, 2048, 2053])
+def test_experts(layer: tuple[CudaExperts, list[Expert]], tokens: int) -> None:
+    experts, everyone = layer
+    assert experts.dense is None
+    op = CudaMoe(machine_of(torch.device("cuda:0")).programs)
+    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    ids = torch.rand(tokens, EXPERTS, device="cuda").argsort(1)[:, :TOP].int().contiguous()
+    weights = torch.rand(tokens, TOP, device="cuda")
+    scratch = torch.full((experts.scratch_floats(tokens, TOP),), float("nan"), device="cuda")
+    first, second = torch.zeros(tokens, HIDDEN, device="cuda"), torch.zeros(tokens, HIDDEN, device="cuda")
+    op(x, ids, weights, experts, first, scratch=scratch)
+    op(x, ids, weights, experts, second, scratch=scratch)
+    assert torch.equal(first, second), "two runs differ"
+    wanted = added(x, ids, weights, everyone)
+    # The gated activations are rounded to bfloat16: half a unit each, added up like noise.
+    assert (first - wanted).norm() < 2**-8 * wanted.norm()
+    assert (first - wanted).abs().max() < 2**-6 * wanted.abs().max()
+    again = torch.zeros(tokens, HIDDEN, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again.zero_()
+        op(x, ids, weights, experts, again, scratch=scratch)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(first, again), "a graph's replay differs"
+
+
+@pytest.mark.parametrize("skew", ["one expert", "none shared"])
+def test_experts_that_all_tokens_choose(layer: tuple[CudaExperts, list[Expert]], skew: str) -> None:
+    experts, everyone = layer
+    tokens = 130
+    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    ids = torch.arange(TOP, device="cuda").repeat(tokens, 1)
+    if skew == "none shared":
+        ids = (torch.arange(tokens, device="cuda").unsqueeze(1) * TOP + ids) % EXPERTS
+    ids = ids.int().contiguous()
+    weights = torch.rand(tokens, TOP, device="cuda")
+    out = torch.zeros(tokens, HIDDEN, device="cuda")
+    CudaMoe(machine_of(torch.device("cuda:0")).programs)(x, ids, weights, experts, out)
+    wanted = added(x, ids, weights, everyone)
+    assert (out - wanted).norm() < 2**-8 * wanted.norm()
+
+
+GATES = {
+    "V2-Lite": Gate(64, 6),
+    "V2": Gate(160, 6, "softmax", "group_limited_greedy", 8, 3, False, 16.0),
+    "V3": Gate(256, 8, "sigmoid", "noaux_tc", 8, 4, True, 2.5),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_choices_equal_the_float64_restatement(name: str) -> None:
+    gate = GATES[name]
+    routing = Routing(
+        gate.n_routed_experts, gate.num_experts_per_tok, Scoring(gate.scoring_func), GroupRank(gate.topk_method),
+        gate.n_group, gate.topk_group, gate.norm_topk_prob, gate.routed_scaling_factor,
+    )  # fmt: skip
+    logits, bias = torch.randn(300, gate.n_routed_experts) * 2, torch.randn(gate.n_routed_experts)
+    op = CudaRoute(machine_of(torch.device("cuda:0")).programs)
+    ids, weights = (t.cpu() for t in op(logits.cuda(), bias.cuda(), routing))
+    compared = 0
+    for row, numbers in enumerate(logits.numpy()):
+        choice = written_out(numbers, bias.numpy(), gate)
+        if choice.margin > 1e-6:
+            compared += 1
+            assert ids[row].tolist() == choice.ids
+            assert torch.allclose(weights[row].double(), torch.tensor(choice.weights, dtype=torch.float64), rtol=2e-6)
+    assert compared >= 285
+
+
+@pytest.mark.parametrize("width", [1536, 4096, 7168, 4100])
+@pytest.mark.parametrize("size", [1.0, 1e15, 1e-15])  # squares beyond what float16 or a careless sum would hold
+def test_norm_and_gated_activation(width: int, size: float) -> None:
+    programs = machine_of(torch.device("cuda:0")).programs
+    x, weight = torch.randn(33, width, device="cuda") * size, torch.rand(width, device="cuda") + 0.5
+    out = torch.full((33, width), float("nan"), dtype=torch.bfloat16, device="cuda")
+    CudaRmsNorm(programs, torch.bfloat16)(x, weight, 1e-6, out)
+    wide = x.double()
+    wanted = wide / (wide.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    assert ((out.double() - wanted).abs() <= wanted.abs() * 2**-8 * 1.01 + 1e-30).all()
+    gate_up = torch.randn(33, 2 * width, device="cuda").bfloat16()
+    gate, up = gate_up.double().chunk(2, 1)
+    got = CudaSiluMul(programs)(gate_up).double()
+    wanted = gate / (1 + (-gate).exp()) * up
+    assert ((got - wanted).abs() <= wanted.abs() * 2**-8 * 1.01 + 1e-30).all()
