@@ -78,11 +78,11 @@ def test_every_number_of_rows_against_float64(ops: cuda.Int4Ops, size: tuple[int
         assert torch.equal(wide, again), rows
 
 
-@pytest.mark.parametrize("size", [(1000, 1344, 64), (4096, 4096, 128)], ids=str)
-def test_candidates_against_float64(ops: cuda.Int4Ops, size: tuple[int, int, int]) -> None:
+def test_candidates_against_float64(ops: cuda.Int4Ops) -> None:
+    size = (1000, 1344, 64)
     case = Case(*size)
     arch = arch_of(*torch.cuda.get_device_capability())
-    rows = (1, 8, 16, 32, 64)
+    rows = (1, 16, 64)
     compile_all((each for m in rows for each in tune.specs(case.packed, m, ops.machine)), arch)
     for m in rows:
         x = torch.randn(m, size[1], device="cuda").bfloat16()

@@ -92,6 +92,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{torch.cuda.get_device_name(device)}: read {ceilings['read_bytes_per_s'] / 1e12:.2f} TB/s, ", end="")
     print(f"bfloat16 product {ceilings['bf16_flops'] / 1e12:.0f} TFLOP/s")
     print("weight            rows      us   floor  of floor   cuBLAS  dequant  torch4     peer   target")
+    outlines = [outline(*WEIGHTS[name]) for name in args.weights]
+    choices = [(ops.chooser.choice(w, m), w, m) for w in outlines for m in args.rows]
+    wanted = [spec_of(*each) for each in (*choices, (None, outlines[0], 1))]
+    compile_all(wanted, arch_of(*torch.cuda.get_device_capability(device)))
     rows = []
     for name in args.weights:
         for row in measured(ops, name, args.rows, ceilings):
@@ -111,8 +115,6 @@ def measured(ops: Int4Ops, name: str, all_rows: Sequence[int], ceilings: dict[st
     scales = (torch.rand(n, k // GROUP, device=device) * 0.01 + 0.005).half()
     packed = layout.pack(codes, zeros, scales, GROUP)
     exact = (codes.view(n, -1, GROUP).double() - zeros.unsqueeze(-1)) * scales.double().unsqueeze(-1)
-    wanted = [spec_of(ops.chooser.choice(packed, m), packed, m) for m in all_rows]
-    compile_all([*wanted, spec_of(None, packed, 1)], arch_of(*torch.cuda.get_device_capability(device)))
     copies = rotated(packed, lambda: CudaInt4(packed.codes.clone(), packed.metas.clone(), (n, k, GROUP), 1))
     dense = rotated(exact.view(n, k).to(torch.bfloat16), lambda: exact.view(n, k).to(torch.bfloat16))
     theirs = torch_int4(codes)
@@ -145,6 +147,14 @@ def measured(ops: Int4Ops, name: str, all_rows: Sequence[int], ceilings: dict[st
             )
         )
     return rows
+
+
+def outline(n: int, k: int) -> CudaInt4:
+    """A weight without numbers, to ask what would multiply it."""
+    tiles = -(-n // layout.UNIT_ROWS) * (layout.UNIT_ROWS // layout.TILE_ROWS)
+    codes = torch.empty(tiles, k // layout.CHUNK, 32, 4, dtype=torch.int32, device="meta")
+    metas = torch.empty(tiles, k // GROUP, 8, 2, 1, dtype=torch.int32, device="meta")
+    return CudaInt4(codes, metas, (n, k, GROUP), 1)
 
 
 def target_us(name: str, rows: int, cublas_us: float, peer_us: float | None) -> float:
