@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -35,11 +36,23 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_no_table_is_no_error_and_a_broken_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read_table(tmp_path / "none.json") is None
     assert not caplog.records
-    for content in ("{", "[]", '{"weights": {"a": {"1": {"kernel": "other"}}}}', '{"weights": {"a": {"x": {}}}}'):
+    for content in ("{", "[]", '{"weights": []}', '{"weights": {"a": {"x": {}}}}', '{"weights": {"a": {"1": 7}}}'):
         caplog.clear()
         (tmp_path / "bad.json").write_text(content)
         assert read_table(tmp_path / "bad.json") is None
         assert "bad.json" in caplog.text
+
+
+def test_entries_of_another_version_are_left_out(tmp_path: Path) -> None:
+    write_table(tmp_path / "t.json", {"64x512g128": {1: FEW, 64: MANY}}, {})
+    content = json.loads((tmp_path / "t.json").read_text())
+    content["weights"]["64x512g128"]["64"]["tokens"] = 7
+    content["weights"]["64x512g128"]["8"] = {"kernel": "other"}
+    content["weights"]["64x512g128"]["16"] = {"kernel": "stream", "width": 3}
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    read = read_table(tmp_path / "t.json")
+    assert read is not None
+    assert read.weights == {"64x512g128": {1: FEW}}
 
 
 def test_a_measured_number_of_rows_stands_for_those_below_it() -> None:

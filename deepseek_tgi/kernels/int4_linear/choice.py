@@ -133,18 +133,24 @@ def user_table(device: torch.device) -> Path:
 
 
 def read_table(path: Path) -> Table | None:
-    """A table's file; None if there is none. A file that does not read is named in a warning and passed over."""
+    """A table's file; None if there is none. A file that does not read is named in a warning and passed over; entries
+    of shapes that are none in this version are left out."""
     try:
         content = json.loads(path.read_text())
-        weights = {
-            key: {int(rows): _from_json(entry) for rows, entry in steps.items()}
-            for key, steps in content["weights"].items()
-        }
+        entries = [
+            (key, int(rows), dict(entry)) for key, steps in content["weights"].items() for rows, entry in steps.items()
+        ]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("kernel table %s: %s; passed over", path, error)
         return None
+    weights: dict[str, dict[int, Choice]] = {}
+    for key, rows, entry in entries:
+        try:
+            weights.setdefault(key, {})[rows] = _from_json(entry)
+        except (ValueError, KeyError, TypeError, AssertionError) as error:
+            logger.debug("kernel table %s, %s by %d rows: %s; left out", path, key, rows, error)
     return Table(path.name, weights)
 
 
