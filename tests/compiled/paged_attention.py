@@ -48,7 +48,9 @@ CUDA = [
 ]
 
 
-def tile(mode: str, width: int, ratio: int, rows: int, rotary: int = 0, must: tuple[str, ...] = ()) -> TritonKernel:
+def tile(
+    mode: str, width: int, ratio: int, rows: int | None, rotary: int = 0, must: tuple[str, ...] = ()
+) -> TritonKernel:
     """The Triton kernel for requests of `rows` rows over such a cache."""
     pages = KVPool(KVLayout(1, 1, width, width, KVMode(mode)), 1).view(0)
     cut = tile_shape(pages, rows, centred=rotary > 0)
@@ -73,10 +75,10 @@ def tile(mode: str, width: int, ratio: int, rows: int, rotary: int = 0, must: tu
 
 
 TRITON = [
-    tile("bfloat16", 128, 4, 4096, must=(WARPGROUP_MATRIX,)),
-    tile("int8", 128, 7, 4096, must=(WARPGROUP_MATRIX,)),
-    tile("fp8_e4m3fn", 128, 4, 4096, must=(WARPGROUP_MATRIX,)),
-    tile("int4", 128, 4, 4096),
+    tile("bfloat16", 128, 4, None, must=(WARPGROUP_MATRIX,)),
+    tile("int8", 128, 7, None, must=(WARPGROUP_MATRIX,)),
+    tile("fp8_e4m3fn", 128, 4, None, must=(WARPGROUP_MATRIX,)),
+    tile("int4", 128, 4, None),
     tile("int8", 128, 7, 7, rotary=128),
     tile("int4", 64, 4, 4, rotary=64),
 ]

@@ -22,10 +22,10 @@ CLOSE = {KVMode.FLOAT16: 2.0**-10, KVMode.INT4: 2.0**-6}
 """What 16-bit operands change a result by, as a part of the largest value; INT4's values are rounded as well."""
 
 
-def check(case: Case, mode: KVMode, unpacked_rows: int = 512) -> None:
+def check(case: Case, mode: KVMode, unpacked_bytes: int = 0) -> None:
     """As in the interpreter: conversions to bfloat16 cut there, so a step is twice as large."""
     case = replace(case, q=case.q.bfloat16())
-    attend = TiledAttention(TORCH.paged_attention, interpreted=True, unpacked_rows=unpacked_rows)
+    attend = TiledAttention(TORCH.paged_attention, interpreted=True, unpacked_bytes=unpacked_bytes)
     out = torch.full((*case.q.shape[:2], case.pool.view(1).v_dim), float("nan"))
     got = attend(case.q, case.pool.view(1), case.inputs, case.scale, out, placed=case.placed)
     want = expected(replace(case, q=case.q.float()))
@@ -59,4 +59,8 @@ def test_heads_of_no_common_size() -> None:
 @pytest.mark.parametrize("mode", QUANTISED, ids=lambda m: m.value)
 @pytest.mark.parametrize("framed", [False, True], ids=["plain", "framed"])
 def test_contexts_read_into_bfloat16_first(mode: KVMode, framed: bool) -> None:
-    check(make_case(TORCH, (6, 2, 64, 32, 32), ([5, 1, 0, 18], [30, 75, 4, 2]), mode, framed), mode, unpacked_rows=1)
+    check(
+        make_case(TORCH, (6, 2, 64, 32, 32), ([5, 1, 0, 18], [30, 75, 4, 2]), mode, framed),
+        mode,
+        unpacked_bytes=1 << 30,
+    )

@@ -96,7 +96,7 @@ def _exact_product(a, b, UPCAST: tl.constexpr):
     return tl.dot(a, b, input_precision="tf32x3")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "batch"], do_not_specialize_on_alignment=["tables", "starts", "cached"])
 def paged_tile(
     q, q_stride, k, v, k_scale, v_scale, page_bytes, tables, columns, starts, cached, batch, scale, out,
     centre, cos_sin,
@@ -231,7 +231,7 @@ def _plain(
     return x.to(tl.float32) * size[:, None] + zero[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "blocks"], do_not_specialize_on_alignment=["tables", "starts", "cached"])
 def unpack_pages(
     k, v, k_scale, v_scale, page_bytes, tables, columns, starts, cached, plain, plain_page_bytes, blocks,
     MODE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, BLOCK: tl.constexpr,

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 MODES = {"bfloat16": 0, "float16": 1, "int8": 2, "fp8_e4m3fn": 3, "int4": 4}
 LARGEST_HEAD = 256
-UNPACKED_ROWS, UNPACKED_BYTES = 512, 512 << 20
-"""From so many rows a request on, quantised contexts are read into bfloat16 once, if they take no more than this."""
+UNPACKED_BYTES = 512 << 20
+"""Quantised contexts of prompts are read into bfloat16 once, if they take no more than this."""
 
 
 def provide(kernels: KernelSet) -> KernelSet:
@@ -37,10 +37,10 @@ class TiledAttention:
     """The op: formats and sizes that the kernel does not take go to `others`, which is said once a reason."""
 
     def __init__(
-        self, others: PagedAttention, *, interpreted: bool = False, unpacked_rows: int = UNPACKED_ROWS
+        self, others: PagedAttention, *, interpreted: bool = False, unpacked_bytes: int = UNPACKED_BYTES
     ) -> None:
         self._others = others
-        self._unpacked_rows = unpacked_rows
+        self._unpacked_bytes = unpacked_bytes
         self._interpreted = interpreted
         self._said: set[str] = set()
 
@@ -89,12 +89,12 @@ class TiledAttention:
             centre, cos_sin = placed.frame.centre, placed.cos_sin
         rotary = 0 if cos_sin is None else cos_sin.shape[1]
         tables, unpacked = inputs.block_tables, None
-        if pages.quantised and inputs.max_seqlen * ratio >= self._unpacked_rows:
+        if pages.quantised and inputs.max_seqlen > 1:
             unpacked = self._unpack(pages, inputs)
         if unpacked is not None:
             pages, tables = unpacked
         constants = tile_constants(pages, ratio, rotary)
-        cut = tile_shape(pages, inputs.max_seqlen * ratio, centred=centre is not None)
+        cut = tile_shape(pages, None if inputs.max_seqlen > 1 else ratio, centred=centre is not None)
         rows = cut["BM"]
         tiles = min(-(-q.shape[0] * ratio // rows) + batch, batch * -(-inputs.max_seqlen * ratio // rows))
         paged_tile[tiles, pages.num_heads](
@@ -112,7 +112,7 @@ class TiledAttention:
         batch, blocks = inputs.cache_lens.shape[0], -(-inputs.max_context // size)
         page = heads * size * (2 * (k_dim + v_dim) + 1)
         page = -(-page // 16) * 16
-        if batch * blocks * page > UNPACKED_BYTES:
+        if batch * blocks * page > self._unpacked_bytes:
             return None
         device = pages.k.device
         plain = torch.empty(batch * blocks * page, dtype=torch.uint8, device=device)
@@ -149,14 +149,17 @@ def tile_constants(pages: LayerPages, ratio: int, rotary: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def tile_shape(pages: LayerPages, rows: int, *, centred: bool) -> dict[str, int]:
-    """How many rows and keys a program takes, for requests of at most `rows` rows."""
+def tile_shape(pages: LayerPages, rows: int | None, *, centred: bool) -> dict[str, int]:
+    """How many rows and keys a program takes, for requests of at most `rows` rows.
+
+    Prompts of any length (None) have one shape: another is another kernel to compile while a request waits.
+    """
     wide = max(pages.k_dim, pages.v_dim) > 128 or centred or pages.mode == "int4"
     most = 64 if wide else 128
-    size = next((n for n in (16, 32, 64) if rows <= n), most)
+    size = most if rows is None or rows > 16 else 16
     keys = 32 if wide else 128 if size >= 128 and pages.mode in ("bfloat16", "float16") else 64
     return {
-        "BM": min(size, most), "BN": keys,
+        "BM": size, "BN": keys,
         "num_warps": 8 if size >= 128 else 4, "num_stages": 2 if wide or size >= 128 else 3,
     }  # fmt: skip
 
