@@ -1,4 +1,4 @@
-"""Experts, routing and row operations on a GPU, at the sizes of DeepSeek-V2-Lite and V3: against float64 and the CPU."""
+"""Experts, routing and row operations on a GPU, at the sizes of DeepSeek-V2-Lite and V3: against float64."""
 
 from __future__ import annotations
 
