@@ -158,10 +158,8 @@ def tile_shape(pages: LayerPages, rows: int | None, *, centred: bool) -> dict[st
     most = 64 if wide else 128
     size = most if rows is None or rows > 16 else 16
     keys = 32 if wide else 128 if size >= 128 and pages.mode in ("bfloat16", "float16") else 64
-    return {
-        "BM": size, "BN": keys,
-        "num_warps": 8 if size >= 128 else 4, "num_stages": 2 if wide or size >= 128 else 3,
-    }  # fmt: skip
+    stages = 1 if pages.mode == "int4" else 2 if wide or size >= 128 else 3
+    return {"BM": size, "BN": keys, "num_warps": 8 if size >= 128 else 4, "num_stages": stages}
 
 
 def _padded(width: int) -> int:

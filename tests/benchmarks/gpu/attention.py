@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -16,7 +16,9 @@ import torch
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.cuda.heads import MODES
 from deepseek_tgi.kernels.cuda.machine import machine_of
+from deepseek_tgi.kernels.paged_attention.cpu import paged_attention
 from deepseek_tgi.kernels.paged_attention.cuda import PagedDecode
+from deepseek_tgi.kernels.paged_attention.triton import TiledAttention
 from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kv.layout import KVLayout, KVMode
 from deepseek_tgi.kv.pool import KVPool
@@ -116,6 +118,22 @@ def measure(mode: str, batch: int, context: int, bytes_per_s: float, decode: Pag
     return Row(mode, batch, context, us, s.layer_bytes / bytes_per_s * 1e6, TARGETS_US.get((mode, batch, context)))
 
 
+def measure_prompt(mode: str, tokens: int, cached: int) -> dict[str, float | str]:
+    """Time one request's prompt or chunk in Triton."""
+    s = make_setting(mode, 1, tokens + cached, 1)
+    before = torch.full((1,), cached, dtype=torch.int32, device="cuda")
+    starts = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    inputs = replace(s.inputs, cu_seqlens=starts, cache_lens=before, max_seqlen=tokens)
+    q = torch.randn(tokens, HEADS, WIDTH, device="cuda").bfloat16()
+    out = torch.full_like(q, float("nan"))
+    attend = TiledAttention(paged_attention)
+    us = graph_us([partial(attend, q, s.layers[0], inputs, WIDTH**-0.5, out)] * 2, 5)
+    assert bool(out.isfinite().all())
+    tflops = 4 * WIDTH * HEADS * tokens * (cached + (tokens + 1) / 2) / us / 1e6
+    print(f"{mode:12} prompt of {tokens} behind {cached}: {us:8.1f} us, {tflops:.0f} TFLOP/s", flush=True)
+    return {"mode": mode, "tokens": tokens, "cached": cached, "us": us, "tflops": tflops}
+
+
 def main() -> None:
     """Measure, print and save."""
     device = torch.device("cuda:0")
@@ -124,7 +142,7 @@ def main() -> None:
     bytes_per_s = copy_bytes_per_s()
     print(f"{torch.cuda.get_device_name(device)}: copies move {bytes_per_s / 1e12:.2f} TB/s")
     rows = []
-    for mode in MODES:
+    for mode in (mode for mode in MODES if mode != "float16"):
         for batch, context in SIZES:
             row = measure(mode, batch, context, bytes_per_s, decode)
             rows.append(row)
@@ -134,9 +152,17 @@ def main() -> None:
                 flush=True,
             )
             torch.cuda.empty_cache()
+    result: dict[str, object] = {"bytes_per_s": bytes_per_s, "rows": [asdict(row) for row in rows]}
+    save(result)
+    result["prompts"] = [measure_prompt(mode, 4096, 0) for mode in ("bfloat16", "int8", "int4")]
+    save(result)
+
+
+def save(result: dict[str, object]) -> None:
+    """Write what is known so far to the file named on the command line, if one is."""
     if len(sys.argv) > 1:
         with open(sys.argv[1], "w", encoding="utf-8") as file:
-            json.dump({"bytes_per_s": bytes_per_s, "rows": [asdict(row) for row in rows]}, file, indent=1)
+            json.dump(result, file, indent=1)
 
 
 if __name__ == "__main__":
