@@ -17,18 +17,26 @@ PACKER = Packer(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 9, 33], ids=lambda m: f"M{m}")
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_exact_weight_is_multiplied_in_float32(rows: int, x_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("x_dtype", "k"), [(torch.float32, 256), (torch.bfloat16, 4608)], ids=str)
+def test_an_exact_weight_is_multiplied_in_float32(rows: int, x_dtype: torch.dtype, k: int) -> None:
     torch.manual_seed(rows)
-    x, weight = torch.randn(rows, 260).to(x_dtype), torch.randn(37, 260)
-    bias, residual = torch.randn(37), torch.randn(rows, 37)
-    y = OPS.dense_linear(x[:, :256], PACKER.pack_dense(weight[:, :256], exact=True), bias, residual)
-    wide = x[:, :256].double().numpy()
-    expected = oracle.linear(wide, weight[:, :256].numpy(), bias.numpy(), residual.numpy())
-    # 256 additions, each within 2**-24 of the running sum, seldom beyond twice the root of 256 of them.
-    size = abs(wide) @ abs(weight[:, :256].double().numpy()).T
+    x, weight = torch.randn(rows, k + 8).to(x_dtype), torch.randn(7, k + 4)
+    bias, residual = torch.randn(7), torch.randn(rows, 7)
+    y = OPS.dense_linear(x[:, :k], PACKER.pack_dense(weight[:, :k], exact=True), bias, residual)
+    wide = x[:, :k].double().numpy()
+    expected = oracle.linear(wide, weight[:, :k].numpy(), bias.numpy(), residual.numpy())
+    # K additions, each within 2**-24 of the running sum, seldom beyond twice the root of K of them.
+    size = abs(wide) @ abs(weight[:, :k].double().numpy()).T
     assert y.dtype == torch.float32
-    assert (abs(y.numpy() - expected) <= 2 * math.sqrt(256) * 2**-24 * size + 2**-22).all()
+    assert (abs(y.numpy() - expected) <= 2 * math.sqrt(k) * 2**-24 * size + 2**-22).all()
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch() -> None:
+    torch.manual_seed(0)
+    packed, x = PACKER.pack_dense(torch.randn(5, 512), exact=True), torch.randn(7, 512)
+    whole = OPS.dense_linear(x, packed)
+    for rows in (1, 2, 3):
+        assert torch.equal(OPS.dense_linear(x[7 - rows :], packed), whole[7 - rows :])
 
 
 @pytest.mark.parametrize("rows", [1, 40], ids=lambda m: f"M{m}")

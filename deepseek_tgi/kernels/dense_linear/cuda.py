@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _SOURCE = "dense_rows"
 _SIGNATURE = "plppppiii"
-_THREADS = 128
+_THREADS = 256
 _MAX_ROWS = 32
 
 
@@ -117,10 +117,10 @@ class DenseOps:
     ) -> torch.Tensor:
         rows, (n, k) = x.shape[0], weight.shape
         y = torch.empty(rows, n, dtype=torch.float32, device=x.device) if out is None else out
-        tokens = min(8, 1 << (rows - 1).bit_length())
+        tokens = min(4, 1 << (rows - 1).bit_length())
         x_bf16, out_bf16 = int(x.dtype == torch.bfloat16), int(y.dtype == torch.bfloat16)
         wanted = spec(_SOURCE, _SOURCE, _SIGNATURE, TOKENS=tokens, THREADS=_THREADS, X_BF16=x_bf16, OUT_BF16=out_bf16)
-        grid = (-(-n // (_THREADS // 32)), -(-rows // tokens), 1)
+        grid = (n, -(-rows // tokens), 1)
         arguments = (x, x.stride(0), weight, bias, residual, y, rows, n, k)
         self.machine.programs.kernel(wanted)(grid, _THREADS, arguments, overlap=True)
         return y
