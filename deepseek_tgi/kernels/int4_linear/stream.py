@@ -22,7 +22,7 @@ _ROWS_ALONE, _MOST_ROWS_ALONE = 8, 16
 """Up to so many rows warps multiply alone; up to so many they may, two tiles each."""
 _LEAST_STAGES = 2
 _MOST_CANDIDATES = 24
-_CLUSTER_RATING = {1: 1.0, 2: 1.0, 4: 0.95, 8: 0.95}
+_CLUSTER_RATING = {1: 1.0, 2: 0.95, 4: 0.8, 8: 0.75}
 
 
 @dataclass(frozen=True, slots=True)
