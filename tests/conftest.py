@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from builders import TinyCheckpoint
 
 # Kernels run under Triton's interpreter on machines without a GPU; the flag is read when a kernel is decorated.
-if not Path("/dev/nvidiactl").exists():
+if not any(Path("/dev").glob("nvidia*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
