@@ -163,6 +163,17 @@ def test_panel_equals_the_sum_over_rounded_weights(
     assert np.sqrt((off**2).mean()) < 2**-12 * np.sqrt((rounded**2).mean())
 
 
+@pytest.mark.parametrize("n", [40, 37], ids=lambda n: f"N{n}")
+def test_panel_rounds_its_float32_to_bfloat16(n: int) -> None:
+    torch.manual_seed(n)
+    packed, x = layout.pack(*int4(n, 128, 64)), torch.randn(17, 128).bfloat16()
+    wide, narrow = torch.full((17, n), float("nan")), torch.full((17, n), float("nan"), dtype=torch.bfloat16)
+    shape = PanelShape(tokens=16, warpgroups=1, stages=3)
+    panel.launch(MACHINE, shape, x, packed, wide)
+    panel.launch(MACHINE, shape, x, packed, narrow)
+    assert torch.equal(narrow, wide.bfloat16())
+
+
 def test_norm_and_activation_before_the_product() -> None:
     torch.manual_seed(0)
     w = int4(40, 256, 64)
