@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE = 512
 """Rows of one launch of the decode kernel: bounds its workspace."""
+FEW = 4
+"""Rows of a decode step up to which the products around the kernel are kernels of our own: they begin before the launch
+ahead ends."""
 _ELEMENTS_AT_ONCE = 1 << 28
 """Expanded keys and values that are held at a time, about: heads beyond take their turn."""
 
@@ -109,7 +112,8 @@ class CudaLatentAttention:
         made = out if out.dtype == torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
         if inputs.max_seqlen == 1:
             step = inputs.block_tables, inputs.cache_lens
-            self._absorbed(given, pages, up, step, scale=scale, out=made, capacity=inputs.max_context)
+            few = q.shape[0] <= FEW and up.nope_dim % 4 == 0
+            self._absorbed(given, pages, up, step, scale=scale, out=made, capacity=inputs.max_context, few=few)
         elif q.shape[0]:
             self._by_request(given, pages, up, inputs, scale=scale, out=made, form=form)
         if made is not out:
@@ -154,10 +158,15 @@ class CudaLatentAttention:
         scale: float,
         out: torch.Tensor,
         capacity: int,
+        few: bool = False,
     ) -> None:
         """Every row of `q [N, H, Dr + Dn]` one token over its own context, `step` its block table and position."""
         heads = q.transpose(0, 1)
         rotary, rest = heads[..., : pages.rope_dim], heads[..., pages.rope_dim :]
+        if few and unfit(pages) is None:
+            queries = self.decode.absorb(rest, up.keys)
+            self.decode(queries, rotary, pages, step, scale, values=(up.values, out))
+            return
         queries = torch.bmm(rest, up.keys)
         if unfit(pages) is None:
             sums = self.decode(queries, rotary, pages, step, scale)

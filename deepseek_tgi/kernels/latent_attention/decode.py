@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,8 +16,9 @@ RANK, ROPE = 512, 64
 GROUPS = {"int8": 128, "fp8_e4m3fn": 128, "int4": 32}
 _WARPS, _ROWS = 4, 16
 _SIGNATURE = "pllpll" + "pppiplp" + "iifppi"
-_COMBINE_SIGNATURE = "pppiiiip"
-LEAST_TOKENS = 64
+_COMBINE_SIGNATURE = "pppiiii" + "plp"
+_ABSORB_SIGNATURE = "pllplp"
+LEAST_TOKENS = 128
 """Positions that a block takes at least: fewer cost more in putting the parts together than they win."""
 
 
@@ -80,9 +81,23 @@ def wide_spec(mode: str, block_size: int) -> KernelSpec:
     )  # fmt: skip
 
 
-def combine_spec(mode: str, cut: Cut, rows: int, teams: int) -> KernelSpec:
-    """The kernel that puts parts of `rows` heads together; `teams` share a head's."""
-    return spec("latent_combine", "latent_combine", _COMBINE_SIGNATURE, ROWS=rows, TEAMS=teams, **_shape(mode, cut))
+def combine_spec(mode: str, cut: Cut, rows: int, teams: int, v_dim: int = 0) -> KernelSpec:
+    """The kernel that puts parts of `rows` heads together; `teams` share a head's. With `v_dim` it makes values."""
+    return spec(
+        "latent_combine", "latent_combine", _COMBINE_SIGNATURE, ROWS=rows, TEAMS=teams, VALUE=v_dim,
+        **_shape(mode, cut),
+    )  # fmt: skip
+
+
+def absorb_spec(nope_dim: int, batch: int) -> KernelSpec:
+    """The kernel that brings queries of `batch` tokens into latent space."""
+    return spec("latent_absorb", "latent_absorb", _ABSORB_SIGNATURE, RANK=RANK, NOPE=nope_dim, BATCH=batch)
+
+
+def blocks_for(most: int, batch: int) -> int:
+    """Blocks of a launch: as many for each request, where that costs few; equal lengths then have no block in two."""
+    even = most // batch * batch
+    return even if 16 * even >= 15 * most else most
 
 
 def teams_for(blocks: int, batch: int) -> int:
@@ -115,27 +130,30 @@ class LatentDecode:
         *,
         cut: Cut | None = None,
         least_tokens: int = LEAST_TOKENS,
+        values: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """`softmax(scale * (absorbed latent + rotary rope)) latent` as `[H, B, R]`, bfloat16 like both queries.
 
         `absorbed [H, B, R]` and `rotary [H, B, Dr]` may be strided views with dense rows at multiples of 8 bytes.
         `step` are the block tables and what is cached of each request; a query sees itself as well. With INT4 pages
         queries and result are in the groups' rotated space.
+
+        `values` are rows `[H, Dv, R]` and a result `[B, H, Dv]`, dense, both bfloat16: then that is what is made.
         """
         tables, cached = step
         heads, batch = absorbed.shape[:2]
         if cut is None:
-            cut = WIDE if heads >= WIDE_FROM and self._capability == HOPPER else CUTS[pages.mode]
+            cut = self._cut(pages.mode, heads)
         wide = cut is WIDE
         rows, threads = (WIDE_ROWS, _WIDE_THREADS) if wide else (_ROWS, 32 * _WARPS)
         kernel = wide_spec(pages.mode, pages.block_size) if wide else decode_spec(pages.mode, pages.block_size, cut)
         row_tiles = -(-heads // rows)
-        blocks = max(1, self._num_processors * cut.blocks // row_tiles)
+        blocks = blocks_for(max(1, self._num_processors * cut.blocks // row_tiles), batch)
         least = max(1, least_tokens // cut.tokens)
         slots = (blocks + batch) * row_tiles * rows
         parts = torch.empty(slots, RANK, dtype=torch.float32, device=absorbed.device)
         marks = torch.empty(slots, 2, dtype=torch.float32, device=absorbed.device)
-        out = torch.empty(heads, batch, RANK, dtype=torch.bfloat16, device=absorbed.device)
+        weights, out = values or (None, torch.empty(heads, batch, RANK, dtype=torch.bfloat16, device=absorbed.device))
         self._programs.kernel(kernel)(
             (blocks, row_tiles, 1), threads,
             (
@@ -145,9 +163,26 @@ class LatentDecode:
             ), overlap=True,
         )  # fmt: skip
         teams = teams_for(blocks, batch)
-        self._programs.kernel(combine_spec(pages.mode, cut, rows, teams))(
-            (heads, batch, 1), 128 * teams, (parts, marks, cached, batch, row_tiles, blocks, least, out), overlap=True
-        )
+        step_of_head, v_dim = (0, 0) if weights is None else (weights.stride(0), weights.shape[1])
+        self._programs.kernel(combine_spec(pages.mode, cut, rows, teams, v_dim))(
+            (heads, batch, 4 if v_dim else 1), 128 * teams,
+            (parts, marks, cached, batch, row_tiles, blocks, least, weights, step_of_head, out), overlap=True,
+        )  # fmt: skip
+        return out
+
+    def _cut(self, mode: str, heads: int) -> Cut:
+        if self._capability != HOPPER:  # a block of some has 99 KiB
+            return replace(CUTS[mode], stages=3)
+        return WIDE if heads >= WIDE_FROM else CUTS[mode]
+
+    def absorb(self, rest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """`rest [H, B, Dn]` times `keys [H, Dn, R]`, both with dense rows, for a few requests: `[H, B, R]`."""
+        heads, batch, nope = rest.shape
+        out = torch.empty(heads, batch, RANK, dtype=torch.bfloat16, device=rest.device)
+        self._programs.kernel(absorb_spec(nope, batch))(
+            (RANK // 64, heads, 1), 128,
+            (rest, rest.stride(0), rest.stride(1), keys, keys.stride(0), out), overlap=True,
+        )  # fmt: skip
         return out
 
 

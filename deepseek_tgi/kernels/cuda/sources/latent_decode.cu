@@ -104,15 +104,73 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS)
   u8* const own = dynamic_shared() + warp * STAGES * STAGE;
   words4(*const exchange)[WARPS][TILES][32] = (words4(*)[WARPS][TILES][32])(dynamic_shared() + WARPS * STAGES * STAGE);
   float(*const tops)[16] = (float(*)[16])(exchange + 2);
-  wait_for_earlier();
   const Cut cut = make_cut(cache_lens, batch, gridDim.x, least);
   const int begin = start_of(cut, blockIdx.x), end = start_of(cut, blockIdx.x + 1);
   int parity = 0;
+  bool waited = false;  // lengths and tables are older than the launch before this one
 
   for (Segment at = find_segment(cache_lens, batch, begin); at.piece < end; at = next_segment(cache_lens, batch, at)) {
     const int first = at.piece - at.origin, length = cache_lens[at.request] + 1;
     const int last = min_of(end - at.origin, at.pieces);
     const int* table = tables + at.request * table_stride;
+
+    // --- what copies need of the block table, a piece ahead ---
+    auto look_up = [&](int piece, int (&pages)[PAGES]) {
+#pragma unroll
+      for (int i = 0; i < PAGES; i++) {
+        int position = piece * TOKENS + 16 * i;
+        pages[i] = piece < last && position < length ? table[position / BLOCK] : 0;
+      }
+    };
+    constexpr int LANES = CHUNKS, ROWS_AT_ONCE = 32 / LANES;
+    const u8* const lane_latent = latent + lane / LANES * LATENT_ROW + warp * ROW + lane % LANES * 16;
+    const u8* const lane_rope = rope + lane / 2 * ROPE_ROW + warp * ROPE_OWN + lane % 2 * 16;
+    const u8* const lane_scales = BYTES ? scales + lane * 16 : scales;
+    auto copies = [&](int piece, int slot, const int (&pages)[PAGES], bool all) {
+      u8* const to = own + slot * STAGE;
+      const int there = length - piece * TOKENS;
+#pragma unroll
+      for (int half = 0; half < PAGES; half++) {
+        const i64 page = (i64)pages[half] * page_bytes;
+        const int place = BLOCK == 16 ? 0 : (piece * TOKENS + 16 * half) % BLOCK;
+        const u8* const from = lane_latent + page + place * LATENT_ROW;
+#pragma unroll
+        for (int i = 0; i < 16 / ROWS_AT_ONCE; i++) {
+          const int row = 16 * half + lane / LANES + i * ROWS_AT_ONCE;
+          copy_async(to + chunk_at(row, lane % LANES), from + i * ROWS_AT_ONCE * LATENT_ROW, all || row < there);
+        }
+        const int row = 16 * half + lane / 2;
+        copy_async(to + TOKENS * ROW + row * ROPE_OWN + lane % 2 * 16, lane_rope + page + place * ROPE_ROW,
+                   all || row < there);
+        if (BYTES && lane < SCALE_ROW) {  // 16 tokens' scales are so many chunks
+          const int first_row = 16 * half + lane * 16 / SCALE_ROW;
+          copy_async(to + TOKENS * (ROW + ROPE_OWN) + (half * SCALE_ROW + lane) * 16,
+                     lane_scales + page + place * SCALE_ROW, all || first_row < there);
+        }
+      }
+    };
+    auto copy_piece = [&](int piece, int slot, const int (&pages)[PAGES]) {
+      if ((piece + 1) * TOKENS <= length) {
+        copies(piece, slot, pages, true);
+      } else {
+        copies(piece, slot, pages, false);
+      }
+    };
+    warp_sync();
+    int early[STAGES - 1][PAGES], pages[PAGES];
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) look_up(first + i, early[i]);
+    look_up(first + STAGES - 1, pages);
+    if (!waited) {
+      wait_for_earlier();
+      let_next_start();
+      waited = true;
+    }
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+      if (first + i < last) copy_piece(first + i, i, early[i]);
+      copy_commit();
+    }
 
     // --- queries; as halves, rows are scaled by a power of two ---
     u32 query[STEPS][4], query_rope[4];
@@ -169,71 +227,19 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS)
     const float unit = scale * LOG2_E * (BYTES ? 2.0f : 1.0f);
     const float units[2] = {unit * row_units[0], unit * row_units[1]};
 
-    // --- what copies need of the block table, a piece ahead ---
-    int pages[PAGES];
-    auto look_up = [&](int piece) {
-#pragma unroll
-      for (int i = 0; i < PAGES; i++) {
-        int position = piece * TOKENS + 16 * i;
-        pages[i] = piece < last && position < length ? table[position / BLOCK] : 0;
-      }
-    };
-    constexpr int LANES = CHUNKS, ROWS_AT_ONCE = 32 / LANES;
-    const u8* const lane_latent = latent + lane / LANES * LATENT_ROW + warp * ROW + lane % LANES * 16;
-    const u8* const lane_rope = rope + lane / 2 * ROPE_ROW + warp * ROPE_OWN + lane % 2 * 16;
-    const u8* const lane_scales = BYTES ? scales + lane * 16 : scales;
-    auto copies = [&](int piece, int slot, bool all) {
-      u8* const to = own + slot * STAGE;
-      const int there = length - piece * TOKENS;
-#pragma unroll
-      for (int half = 0; half < PAGES; half++) {
-        const i64 page = (i64)pages[half] * page_bytes;
-        const int place = BLOCK == 16 ? 0 : (piece * TOKENS + 16 * half) % BLOCK;
-        const u8* const from = lane_latent + page + place * LATENT_ROW;
-#pragma unroll
-        for (int i = 0; i < 16 / ROWS_AT_ONCE; i++) {
-          const int row = 16 * half + lane / LANES + i * ROWS_AT_ONCE;
-          copy_async(to + chunk_at(row, lane % LANES), from + i * ROWS_AT_ONCE * LATENT_ROW, all || row < there);
-        }
-        const int row = 16 * half + lane / 2;
-        copy_async(to + TOKENS * ROW + row * ROPE_OWN + lane % 2 * 16, lane_rope + page + place * ROPE_ROW,
-                   all || row < there);
-        if (BYTES && lane < SCALE_ROW) {  // 16 tokens' scales are so many chunks
-          const int first_row = 16 * half + lane * 16 / SCALE_ROW;
-          copy_async(to + TOKENS * (ROW + ROPE_OWN) + (half * SCALE_ROW + lane) * 16,
-                     lane_scales + page + place * SCALE_ROW, all || first_row < there);
-        }
-      }
-    };
-    auto copy_piece = [&](int piece, int slot) {
-      if ((piece + 1) * TOKENS <= length) {
-        copies(piece, slot, true);
-      } else {
-        copies(piece, slot, false);
-      }
-    };
-
     float sums[2 * STEPS][4];
 #pragma unroll
     for (int i = 0; i < 2 * STEPS; i++)
 #pragma unroll
       for (int j = 0; j < 4; j++) sums[i][j] = 0.0f;
     float largest[2] = {-infinity(), -infinity()}, total[2] = {0.0f, 0.0f};
-
-    warp_sync();
-    for (int i = 0; i < STAGES - 1; i++) {
-      look_up(first + i);
-      if (first + i < last) copy_piece(first + i, i);
-      copy_commit();
-    }
-    look_up(first + STAGES - 1);
     int slot = 0, free_slot = STAGES - 1;
     for (int piece = first; piece < last; piece++) {
       copy_wait<STAGES - 2>();
       warp_sync();
-      if (piece + STAGES - 1 < last) copy_piece(piece + STAGES - 1, free_slot);
+      if (piece + STAGES - 1 < last) copy_piece(piece + STAGES - 1, free_slot, pages);
       copy_commit();
-      look_up(piece + STAGES);
+      look_up(piece + STAGES, pages);
       const u8* const held = own + slot * STAGE;
       const u8* const held_rope = held + TOKENS * ROW;
       const u8* const held_scales = held_rope + TOKENS * ROPE_OWN;
@@ -411,6 +417,5 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS)
       }
     }
   }
-  let_next_start();
 }
 EXPORT(latent_decode)

@@ -33,17 +33,21 @@ DEVICE int pieces_before(const int* cache_lens, int request) {
   return warp_total(sum);
 }
 
-// `blocks` runs of `total` pieces; run i begins at start_of(cut, i). None is shorter than `least`, unless all are one.
+// `blocks` runs of `total` pieces, the first `longer` of them one longer than the `base` of the others; run i begins at
+// start_of(cut, i). None is shorter than `least`, unless all are one.
 struct Cut {
-  int total, blocks;
+  int total, blocks, base, longer;
 };
 DEVICE int start_of(const Cut& cut, int block) {
-  return block >= cut.blocks ? cut.total : (int)((i64)cut.total * block / cut.blocks);
+  return block >= cut.blocks ? cut.total : block * cut.base + min_of(block, cut.longer);
 }
-DEVICE int owner_of(const Cut& cut, int piece) { return (int)((((i64)piece + 1) * cut.blocks - 1) / cut.total); }
+DEVICE int owner_of(const Cut& cut, int piece) {
+  const int in_longer = cut.longer * (cut.base + 1);
+  return piece < in_longer ? piece / (cut.base + 1) : cut.longer + (piece - in_longer) / cut.base;
+}
 DEVICE Cut make_cut(const int* cache_lens, int batch, int blocks, int least) {
-  const int total = pieces_before(cache_lens, batch);
-  return {total, max_of(1, min_of(blocks, total / least))};
+  const int total = pieces_before(cache_lens, batch), used = max_of(1, min_of(blocks, total / least));
+  return {total, used, total / used, total % used};
 }
 
 // A request's pieces as a block meets them: `piece` is the flat number it begins at, `origin` that of the request's

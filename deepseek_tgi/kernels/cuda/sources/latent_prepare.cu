@@ -172,6 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const i64 token = blockIdx.x;
   const int lane = lane_id();
   wait_for_earlier();
+  let_next_start();
   const float* turns_of = NORM ? cos_sin + (i64)positions[token] * ROPE : cos_sin;
   if (threadIdx.x >= 32) {
     for (int at = threadIdx.x - 32; at < heads * HALF_ROPE; at += THREADS - 32) {
@@ -179,7 +180,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       float turned[2];
       turn(q, token * q_row + (i64)(at / HALF_ROPE) * head_width + i, turns_of[i], turns_of[HALF_ROPE + i], turned);
     }
-    let_next_start();
     return;
   }
 
@@ -243,6 +243,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }
     }
   }
-  let_next_start();
 }
 EXPORT(latent_prepare)

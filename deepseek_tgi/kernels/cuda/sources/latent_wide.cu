@@ -60,9 +60,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   float* const query_units = shared_tops + 2 * LINES;
   const int warp = threadIdx.x / 32, lane = lane_id(), group = threadIdx.x / 128;
   const int row_tile = blockIdx.y;
-  wait_for_earlier();
-  const Cut cut = make_cut(cache_lens, batch, gridDim.x, least);
+  const Cut cut = make_cut(cache_lens, batch, gridDim.x, least);  // lengths are older than the launch before this one
   const int begin = start_of(cut, blockIdx.x), end = start_of(cut, blockIdx.x + 1);
+  wait_for_earlier();
+  let_next_start();
 
   if (group == 2) {
     fewer_registers<MAKER_REGISTERS>();
@@ -381,6 +382,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
   }
-  let_next_start();
 }
 EXPORT(latent_wide)
