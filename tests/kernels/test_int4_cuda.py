@@ -196,3 +196,15 @@ def test_norm_and_activation_before_the_product() -> None:
 
 def _never(*_: object, **__: object) -> torch.Tensor:
     raise AssertionError("the kernel takes this")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("first", [0, 1, 4])
+def test_rows_are_handed_on_where_vectors_can_be_read(rows: int, first: int) -> None:
+    """A single row counts as contiguous wherever it begins, and a copy that is none is read off its boundary."""
+    x = torch.randn(rows, 40)[:, first : first + 32]
+    given = cuda.in_vectors(x)
+    assert torch.equal(given, x)
+    assert given.data_ptr() % 16 == 0
+    assert given.stride(0) * given.element_size() % 16 == 0
+    assert (given.data_ptr() == x.data_ptr()) == (first != 1), "copied only where it must be"

@@ -109,7 +109,8 @@ class Int4Ops:
 def in_vectors(x: torch.Tensor) -> torch.Tensor:
     """`x` as the kernels read it: dense rows, aligned to 16 bytes; a copy where they are not."""
     aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-    return x if x.stride(1) == 1 and aligned else x.contiguous()
+    # A clone: a single row is contiguous wherever it begins.
+    return x if x.stride(1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def finish(
