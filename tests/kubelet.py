@@ -26,6 +26,9 @@ MINIMUM_GRACE_S = 2.0
 """What a process gets after SIGTERM even if the hook before it took all the time."""
 SYNC_S = 0.05
 
+OURS = tuple(f"{folder}/" for folder in (sys.prefix, sys.base_prefix, Path(__file__).parent))
+"""Where programs of the test itself lie."""
+
 
 @dataclass(frozen=True)
 class Note:
@@ -71,8 +74,10 @@ class Kubelet:
         return {"PATH": f"{beside}:/usr/local/bin:/usr/bin:/bin", TAG: os.environ.get(TAG, ""), **cluster, **own}
 
     def _mapped(self, text: str) -> str:
-        """`text` with the container's folders where the test has them."""
+        """`text` with the container's folders where the test has them; what a test runs in their place stays."""
         head, equals, path = text.rpartition("=")
+        if path.startswith(OURS):  # an environment and a checkout may lie under /tmp as well
+            return text
         for mount, folder in self.folders.items():
             if path == mount or path.startswith(f"{mount}/"):
                 return f"{head}{equals}{folder}{path.removeprefix(mount)}"

@@ -21,7 +21,7 @@ from deepseek_tgi.kernels.compiler import find_compiler
 from deepseek_tgi.kernels.cuda.program import SOURCE_FOLDER, Argument, Kernel, KernelSpec, Shape
 
 HERE = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-w", "-DDEEPSEEK_TGI_EMULATED", "-ffp-contract=off")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-DDEEPSEEK_TGI_EMULATED", "-ffp-contract=off")
 TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
 MAX_SHARED_BYTES = 232_448
 
