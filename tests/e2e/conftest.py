@@ -36,6 +36,8 @@ def server(tiny_server: LaunchedServer) -> Iterator[LaunchedServer]:
 def real_server(tmp_path_factory: pytest.TempPathFactory, real_model_dir: Path) -> Iterator[LaunchedServer]:
     """The small real model, served from its AWQ weights."""
     folder = tmp_path_factory.mktemp("real-server")
-    running = LaunchedServer.start(real_model_dir, folder, ["--max-total-tokens", "1024", "--max-input-tokens", "1000"])
+    # Warm-up runs the largest step, which takes minutes on a CPU with short vectors.
+    limits = ["--max-total-tokens", "1024", "--max-input-tokens", "1000", "--max-batch-prefill-tokens", "1000"]
+    running = LaunchedServer.start(real_model_dir, folder, limits)
     yield running
     running.stop()

@@ -27,7 +27,8 @@ def test_the_real_model_says_on_two_ranks_what_it_says_on_one_and_ends_when_one_
     tmp_path: Path, real_model_dir: Path
 ) -> None:
     """Nine query heads over three key heads: the ranks have six and three."""
-    limits = ("--num-shard", "2", "--max-total-tokens", "256", "--max-input-tokens", "128", "--dtype", "float32")
+    lengths = ("--max-total-tokens", "256", "--max-input-tokens", "128", "--max-batch-prefill-tokens", "128")
+    limits = ("--num-shard", "2", *lengths, "--dtype", "float32")
     server = LaunchedServer.start(real_model_dir, tmp_path, limits)
     try:
         greedy = server.generate(PROMPT, max_new_tokens=NEW)["details"]["tokens"]
