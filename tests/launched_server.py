@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0
 
 
 def launcher_command() -> list[str]:
