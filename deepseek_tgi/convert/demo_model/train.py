@@ -34,7 +34,7 @@ _IGNORED = -100
 class Plan:
     """How to train. `batch_tokens` is tokens a step; `rounded_from` the share of the time after which weights are
     seen as packed; `marks` are the ids that open a
-    user's and the assistant's side of a chat."""
+    user's and the assistant's side of a chat; `clock` gives seconds."""
 
     seconds: float
     batch_tokens: int = 131_072
@@ -43,6 +43,7 @@ class Plan:
     rounded_from: float = 0.75
     marks: tuple[int, int] = (2, 3)
     compiled: bool = True
+    clock: Callable[[], float] = time.monotonic
 
 
 def targets_of(ids: torch.Tensor, user_id: int, assistant_id: int) -> torch.Tensor:
@@ -94,7 +95,7 @@ def train(model: DemoModel, tokens: torch.Tensor, plan: Plan, say: Say, before_r
         head = torch.compile(head_loss, dynamic=False)
         for layer in model.layers:
             layer.compile(dynamic=False)
-    begin = time.monotonic()
+    begin = plan.clock()
     step, seen, rounded, fraction = 0, 0, False, 0.0
     length = plan.length
     source = batches(tokens, plan.batch_tokens // length, length, seed=1)
@@ -114,10 +115,10 @@ def train(model: DemoModel, tokens: torch.Tensor, plan: Plan, say: Say, before_r
         if step % _STEPS_A_LINE == 0:
             shown = float(loss.detach())
             spread = float((loads.max(1).values / loads.mean(1)).max())
-            spent = time.monotonic() - begin
+            spent = plan.clock() - begin
             say(f"step {step} loss {shown:.3f} tokens {seen / 1e6:.1f}M {seen / spent / 1e3:.0f}k/s load {spread:.2f}")
-        fraction = (time.monotonic() - begin) / plan.seconds
-    say(f"trained {step} steps, {seen} tokens, {time.monotonic() - begin:.0f} s")
+        fraction = (plan.clock() - begin) / plan.seconds
+    say(f"trained {step} steps, {seen} tokens, {plan.clock() - begin:.0f} s")
 
 
 def _update(model: DemoModel, muon: Muon, adam: torch.optim.Optimizer, rate: float) -> None:
