@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class Kubelet:
             if f"{kind}Probe" in self.spec
         }
         self._over = threading.Event()
+        self._lock = threading.Lock()
         self._deleted_at: float | None = None
         self._was_ready = False
         self._threads: list[threading.Thread] = []
@@ -139,7 +140,7 @@ class Kubelet:
     def delete(self) -> int:
         """Take the pod away: hook, SIGTERM, grace period, SIGKILL. The exit code."""
         self._was_ready, self._deleted_at = self.routed, time.monotonic()
-        self.container.deleted = True
+        self._is(deleted=True)
         self._note("deleted")
         return self._kill(float(self.pod["spec"].get("terminationGracePeriodSeconds", 30)))
 
@@ -154,21 +155,31 @@ class Kubelet:
                 argv, env=self.environment, cwd=self.folders["/tmp"], stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        self.container.started = "startup" not in self.workers
-        self.container.number += 1
-        self.container.running = True
+        self._is(number=self.container.number + 1, running=True, started="startup" not in self.workers)
         self._note("container started")
+
+    def _is(self, **facts: Any) -> None:
+        """Change what is known of the container, at once: no worker sees a new number beside old facts."""
+        with self._lock:
+            self.container = replace(self.container, **facts)
+
+    def _has_started(self, number: int) -> None:
+        """The container of that `number` has, if it is still that one."""
+        with self._lock:
+            if self.container.number == number:
+                self.container = replace(self.container, started=True)
 
     def _probe(self, worker: Worker) -> None:
         period_s = worker.probe.number("periodSeconds", 10) * self.period_scale
         self._over.wait(worker.probe.number("initialDelaySeconds", 0) * self.period_scale)
         while not self._over.wait(period_s):
-            before = worker.result
-            going = worker.step(self.container)
+            container = self.container
+            before = worker.result if worker.number == container.number else INITIAL[worker.kind]
+            going = worker.step(container)
             if worker.result is not before:
                 self._note(f"{worker.kind} {worker.result.value}")
                 if worker.kind == "startup" and worker.result is Result.SUCCESS:
-                    self.container.started = True
+                    self._has_started(container.number)
             if not going:
                 return
 
@@ -194,7 +205,7 @@ class Kubelet:
                 self._start_container()
 
     def _ended(self) -> None:
-        self.container.running = False
+        self._is(running=False)
         assert self.process is not None
         self._note(f"exited {self.process.returncode}")
 

@@ -82,9 +82,9 @@ class Probe:
         return Result.SUCCESS if answer.status == health_pb2.HealthCheckResponse.SERVING else Result.FAILURE
 
 
-@dataclass
+@dataclass(frozen=True)
 class Container:
-    """What a worker may know of the container it asks: `number` tells one start from the next."""
+    """What a worker may know of the container it asks at one instant: `number` tells one start from the next."""
 
     number: int = 0
     running: bool = False

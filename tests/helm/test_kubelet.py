@@ -97,6 +97,21 @@ def test_what_is_not_live_is_started_anew_and_gets_no_requests_before_it_is_read
     assert len(played.happened("killed")) == 1
 
 
+def test_a_start_that_succeeds_at_its_first_look_counts_after_every_restart(stage: Play) -> None:
+    def start_at_once(pod: Document) -> None:
+        (container,) = pod["spec"]["containers"]
+        del container["startupProbe"]["httpGet"]
+        container["startupProbe"]["exec"] = {"command": ["true"]}
+
+    played = stage(READY, start_at_once)
+    played.kubelet.await_note("readiness success", 20)
+    played.play(**FAILED)
+    played.kubelet.await_note("killed by liveness", 20)
+    played.play(**READY)
+    played.kubelet.await_note("startup success", 20, count=2)
+    await_true(lambda: played.kubelet.routed, "requests come again")
+
+
 def test_a_start_beyond_its_limit_is_ended(stage: Play) -> None:
     played = stage(STARTING, **{"probes.startup.limitSeconds": 10})
     played.kubelet.await_note("killed by startup", 20)

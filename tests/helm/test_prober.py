@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kubelet_prober import Container, Probe, Result, Worker
 
@@ -51,16 +53,14 @@ def test_a_new_container_is_judged_anew() -> None:
     container = Container(number=1, running=True, started=True)
     tested = worker("liveness", failureThreshold=1)
     assert results(tested, container, [NO]) == [NO]
-    container.number = 2
-    assert results(tested, container, [None, OK, NO]) == [OK, OK, NO]
+    assert results(tested, replace(container, number=2), [None, OK, NO]) == [OK, OK, NO]
 
 
 def test_a_container_that_has_ended_is_not_ready() -> None:
     container = Container(number=1, running=True, started=True)
     tested = worker("readiness")
     assert results(tested, container, [OK]) == [OK]
-    container.running = False
-    assert results(tested, container, [OK]) == [NO]
+    assert results(tested, replace(container, running=False), [OK]) == [NO]
 
 
 def test_a_pod_that_leaves_is_asked_for_readiness_alone() -> None:
