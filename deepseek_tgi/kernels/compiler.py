@@ -31,7 +31,8 @@ _BASE_FLAGS = (
     "-ffp-contract=off", "-fno-math-errno",
     "-w", "-Wno-psabi",
 )  # fmt: skip
-PORTABLE_FLAGS = ("-DDSTGI_PORTABLE", "-mno-avx512f")
+AVX2_FLAGS = ("-mno-avx512f",)
+PORTABLE_FLAGS = ("-DDSTGI_PORTABLE", *AVX2_FLAGS)
 _BUILD_TIMEOUT_S = 300
 _WORK_PREFIX = "build-"
 _private_folders: set[Path] = set()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from emulation.emulated import EmulatedPrograms
 
 from deepseek_tgi.kernels.common import ComputeDtype
-from deepseek_tgi.kernels.compiler import PORTABLE_FLAGS, find_compiler
+from deepseek_tgi.kernels.compiler import AVX2_FLAGS, PORTABLE_FLAGS, find_compiler
 from deepseek_tgi.kernels.library import BuildError, load
 from deepseek_tgi.kernels.rms_norm.cuda import CudaRmsNorm
 from deepseek_tgi.kernels.rope.cuda import CudaRope
@@ -20,7 +21,11 @@ from deepseek_tgi.kernels.silu_mul.cuda import CudaSiluMul
 
 THREADS = 2
 EXACT = ComputeDtype.FLOAT32
-NATIVE = ("native", "native-portable")
+BUILDS: dict[str, tuple[str, ...]] = {"native": (), "native-portable": PORTABLE_FLAGS}
+"""The native library's builds and their flags: for this machine, for any, and, where this one has more, for AVX2."""
+if " avx512f " in Path("/proc/cpuinfo").read_text():
+    BUILDS["native-avx2"] = AVX2_FLAGS
+NATIVE = tuple(BUILDS)
 EMULATED = "emulated"
 """The row ops of the GPU's set, their kernels emulated; the rest are torch's."""
 
@@ -38,7 +43,7 @@ def make_kernels(name: str, compute_dtype: ComputeDtype) -> KernelSet:
             find_compiler()
         except BuildError as error:
             pytest.skip(str(error))
-        return native_kernels(load(PORTABLE_FLAGS if name == NATIVE[1] else ()), compute_dtype, THREADS, "test")
+        return native_kernels(load(BUILDS[name]), compute_dtype, THREADS, "test")
     finally:
         torch.set_num_threads(before)
 
