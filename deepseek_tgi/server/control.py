@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from deepseek_tgi.engine.memory import memory_of
-from deepseek_tgi.errors import NotReadyError
+from deepseek_tgi.errors import ConfigError, NotReadyError
 from deepseek_tgi.pb import control_pb2 as pb
 from deepseek_tgi.pb import control_pb2_grpc
 from deepseek_tgi.probes.owner import Owner
@@ -93,6 +93,11 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
         """Load a model beside the others; the last answer tells what it is."""
         source = source_of(request.source)
         generation = request.generation
+        if request.compatible and self._watch.followers:
+            raise ConfigError(
+                f"{source.model_id}: refused: this shard's router names the model of each call, and would go on naming "
+                "the old one; ask the router instead: deepseek-tgi models load MODEL --url http://HOST:PORT"
+            )
         with self._changing(f"loading {source.model_id}"):
             self._models.claim(generation)
             recipe, demand = self._recipe, demand_of(request.limits)

@@ -23,12 +23,13 @@ MIN_HEARTBEAT_MS = 20
 
 
 class WatchCalls(control_pb2_grpc.ModelControlServicer):
-    """Serves Watch; the calls that change models come with a subclass."""
+    """Serves Watch to our own router, which is the only one that knows it; `followers` counts who listens now."""
 
     def __init__(self, state: Owner, directory: Directory, progress: Progress) -> None:
         self._watched = state
         self._directory = directory
         self._progress = progress
+        self.followers = 0
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """A snapshot or what was missed, then every change in order, and heartbeats between them."""
@@ -41,6 +42,7 @@ class WatchCalls(control_pb2_grpc.ModelControlServicer):
 
         leave = self._directory.watch(changed.set)
         subscription = self._watched.subscribe(wake, request.from_seq - 1 if request.from_seq else None)
+        self.followers += 1
         try:
             while True:
                 changed.clear()
@@ -56,6 +58,7 @@ class WatchCalls(control_pb2_grpc.ModelControlServicer):
                 except (asyncio.TimeoutError, TimeoutError):
                     yield self._message(pb.Increment.HEARTBEAT, self._watched.current)
         finally:
+            self.followers -= 1
             leave()
             subscription.close()
 

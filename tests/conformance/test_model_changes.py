@@ -5,6 +5,7 @@ The oracle is `transformers` on the weights of each model: a token that the othe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -350,6 +351,26 @@ def test_an_incompatible_model_is_refused_behind_a_router_of_one(fresh: Shelf, t
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert "vocabulary 384 and not 320" in text
     assert len(fresh.held()) == 1
+
+
+def test_a_router_that_names_its_models_is_not_passed_over(fresh: Shelf) -> None:
+    """Loaded past it, it would go on naming a model that is gone, and serve nothing ever after."""
+    before = fresh.published()
+    following = fresh.control.stub.Watch(control_pb2.WatchRequest(), timeout=60)
+    next(iter(following))
+    code, text = fresh.control.refusal(fresh.models["two"].path, fresh.generation(), compatible=True)
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "ask the router instead" in text
+    (named,) = fresh.router(before).run(Ask(PROMPTS[0], 8))
+    assert named.ids == fresh.said_by("one", PROMPTS[0], 8)
+    following.cancel()
+    stem = str(fresh.bench.shard.socket).removesuffix("-0")
+    for _ in range(100):  # the shard hears of the cancelling a little later
+        with contextlib.suppress(ModelsError):
+            assert load_behind_tgi(stem, str(fresh.models["two"].path), {}, lambda _: None) == 0
+            break
+    (answer,) = fresh.router().run(Ask(PROMPTS[0], 8))
+    assert answer.ids == fresh.said_by("two", PROMPTS[0], 8)
 
 
 def test_a_load_that_nobody_waits_for_is_given_up(fresh: Shelf) -> None:
