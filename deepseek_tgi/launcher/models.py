@@ -10,8 +10,10 @@ import http.client
 import json
 import os
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from typing import Any
 from deepseek_tgi.errors import ChildError, ConfigError, DeepseekTgiError, NotReadyError
 
 TOKEN = "DEEPSEEK_TGI_ADMIN_TOKEN"
-TIMEOUT_S = 3600.0
+ANSWER_TIMEOUT_S = 10.0
+CHANGE_TIMEOUT_S = 3600.0
+"""Between two signs of a change: a model that makes room for another may drain for long."""
 Say = Callable[[str], None]
 
 
@@ -34,16 +38,25 @@ class Door:
     url: str
     token: str | None = field(repr=False)
 
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for an address or a token that no request could carry."""
+        if not _leads_to_http(self.url):
+            raise ConfigError(f"models: --url: got {self.url!r}, expected http://HOST:PORT")
+        if self.token and not (self.token.isascii() and self.token.isprintable()):
+            raise ConfigError(f"models: the token has characters that no header can carry; check --token or {TOKEN}")
+
     def get(self, path: str) -> Any:
         """The parsed answer. Raises `ModelsError` or `NotReadyError`."""
-        with self._open(urllib.request.Request(self.url + path, headers=self._headers())) as response:
+        request = urllib.request.Request(self.url + path, headers=self._headers())
+        with self._told(), self._open(request, ANSWER_TIMEOUT_S) as response:
             return json.load(response)
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Progress as it comes. Raises as `get`."""
         data = json.dumps(body | {"stream": True}).encode()
         headers = self._headers() | {"content-type": "application/json"}
-        with self._open(urllib.request.Request(self.url + path, data, headers)) as response:
+        request = urllib.request.Request(self.url + path, data, headers)
+        with self._told(), self._open(request, CHANGE_TIMEOUT_S) as response:
             if response.headers.get_content_type() == "application/json":
                 yield json.load(response)
                 return
@@ -56,15 +69,25 @@ class Door:
             raise ConfigError(f"models: no token; give --token, or set {TOKEN}, as the server was started with")
         return {"authorization": f"Bearer {self.token}"}
 
-    def _open(self, request: urllib.request.Request) -> Any:
+    def _open(self, request: urllib.request.Request, timeout_s: float) -> Any:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            return opener.open(request, timeout=TIMEOUT_S)
+            return opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
             raise self._refused(error) from error
-        except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            raise NotReadyError(f"{self.url}: no server answers: {reason}; name it with --url") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = str(getattr(error, "reason", error)) or type(error).__name__
+            shown = reason if reason.isprintable() else "its answer is no HTTP"
+            raise NotReadyError(f"{self.url}: no server answers: {shown}; name it with --url") from error
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Answers that break off, or are none, as `NotReadyError`."""
+        try:
+            yield
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            raise NotReadyError(f"{self.url}: the server's answer broke off: {reason}") from error
 
     def _refused(self, error: urllib.error.HTTPError) -> DeepseekTgiError:
         if error.code == 401:
@@ -75,6 +98,14 @@ class Door:
             return ModelsError(str(json.load(error)["error"]))
         except (ValueError, KeyError, TypeError):
             return ModelsError(f"{self.url}: the server answered {error.code}")
+
+
+def _leads_to_http(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def change(door: Door, verb: str, body: dict[str, Any], say: Say) -> int:
