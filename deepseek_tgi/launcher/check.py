@@ -11,6 +11,7 @@ from deepseek_tgi.adapters.model_config import read_model_config
 from deepseek_tgi.adapters.sharding import plan_shards
 from deepseek_tgi.config import DEFAULT_BACKEND, TGI_DEFAULT_MODEL, LauncherConfig
 from deepseek_tgi.errors import ConfigError, ResourceError
+from deepseek_tgi.router.certificates import check_certificates
 
 MAX_PREFILL_TOKENS = 1 << 20
 """The router's warm-up prompt is as long as a prefill step may be: more than this is a typing error, or no memory."""
@@ -71,6 +72,26 @@ def check_shards(folder: Path | None, backend: str, num_shards: int) -> None:
     """
     if num_shards > 1 and backend == DEFAULT_BACKEND and folder is not None and (folder / "config.json").is_file():
         plan_shards(read_model_config(folder), num_shards)
+
+
+def check_doors(config: LauncherConfig, stock_router: bool) -> None:
+    """Raise `ResourceError` for a port that is taken, `ConfigError` for doors that could not be opened later.
+
+    TGI's router has the HTTP port and its metrics; a port for probes or gRPC is ours.
+    """
+    ports = {"--port": config.port, "--probe-port": config.probe_port}
+    ports |= {"--prometheus-port": config.prometheus_port} if stock_router else {"--grpc-port": config.grpc_port}
+    owners: dict[int, str] = {}
+    for flag, port in ports.items():
+        if port and (other := owners.setdefault(port, flag)) != flag:
+            raise ConfigError(f"{flag} {port}: {other} has that number too; each needs a port of its own")
+    for flag, port in ports.items():
+        if port:
+            check_port(config.hostname, port, flag)
+    if not stock_router:
+        check_certificates(config.grpc_tls_cert, config.grpc_tls_key, config.grpc_client_ca)
+    if config.model_repository is not None and not Path(config.model_repository).is_dir():
+        raise ConfigError(f"--model-repository {config.model_repository}: no such folder; expected one with models")
 
 
 def check_port(hostname: str, port: int, flag: str) -> None:

@@ -16,7 +16,7 @@ from deepseek_tgi.adapters.hub import DEMO_MODEL_ID, SMALL_MODEL_ID, resolve_fol
 from deepseek_tgi.config import DEFAULT_BACKEND, LauncherConfig, read
 from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.launcher import download, handover, router, shards
-from deepseek_tgi.launcher.check import check_options, check_port, check_shards, given_without_effect
+from deepseek_tgi.launcher.check import check_doors, check_options, check_port, check_shards, given_without_effect
 from deepseek_tgi.launcher.model_facts import (
     attention_environment,
     cuda_major,
@@ -127,11 +127,7 @@ def check(config: LauncherConfig, environ: Mapping[str, str]) -> None:
     find_backend(config.backend)
     check_options(config)
     stock = router.stock_router(config, environ.get("PATH"))
-    check_port(config.hostname, config.port, "--port")
-    if config.probe_port:
-        check_port(config.hostname, config.probe_port, "--probe-port")
-    if stock is not None:
-        check_port(config.hostname, config.prometheus_port, "--prometheus-port")
+    check_doors(config, stock is not None)
     if num_shards(config) > 1:
         check_port(config.master_addr, config.master_port, "--master-port")
     for rank in range(num_shards(config)):

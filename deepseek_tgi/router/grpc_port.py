@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
-from deepseek_tgi.errors import ConfigError, ResourceError
+from deepseek_tgi.errors import ResourceError
 from deepseek_tgi.pb import fmaas_pb2_grpc, inference_pb2_grpc
 from deepseek_tgi.router.assembly import Router
+from deepseek_tgi.router.certificates import Certificates, read
 from deepseek_tgi.router.config import RouterConfig
 from deepseek_tgi.router.fmaas_service import FMAAS, FmaasService
 from deepseek_tgi.router.grpc_calls import Calls, Doorkeeper
@@ -84,24 +84,12 @@ def options_of(config: RouterConfig) -> list[tuple[str, Any]]:
 
 def credentials_of(config: RouterConfig) -> grpc.ServerCredentials | None:
     """What the options say of certificates; None: none are used. Raises `ConfigError`."""
-    certificate, key, authority = config.grpc_tls_cert, config.grpc_tls_key, config.grpc_client_ca
-    if (certificate is None) != (key is None):
-        raise ConfigError("gRPC: a certificate and its key belong together: give both or neither")
-    if certificate is None or key is None:
-        if authority is not None:
-            raise ConfigError(
-                "gRPC: clients show certificates over TLS only: give the server's certificate and key too"
-            )
+    given = Certificates.of(config.grpc_tls_cert, config.grpc_tls_key, config.grpc_client_ca)
+    if given is None:
         return None
+    given.check()
     return grpc.ssl_server_credentials(
-        [(_read(key), _read(certificate))],
-        root_certificates=None if authority is None else _read(authority),
-        require_client_auth=authority is not None,
+        [(read(given.key), read(given.certificate))],
+        root_certificates=None if given.authority is None else read(given.authority),
+        require_client_auth=given.authority is not None,
     )
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"gRPC: {path}: cannot be read: {error.strerror}") from error

@@ -20,6 +20,7 @@ from deepseek_tgi.probes.http_face import ProbePort, asker_of
 from deepseek_tgi.probes.owner import Owner
 from deepseek_tgi.probes.state import Event
 from deepseek_tgi.router.assembly import Router, assemble
+from deepseek_tgi.router.certificates import check_certificates
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import RouterConfig, from_sources
 from deepseek_tgi.router.control import ControlClient
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_standard_streams()  # libuv aborts the process if one of its own gets such a number
     try:
         config = from_sources(sys.argv[1:] if argv is None else argv, os.environ)
+        check_certificates(config.grpc_tls_cert, config.grpc_tls_key, config.grpc_client_ca)
         log.configure("tracing" if config.json_output else "plain", config.log_level, os.environ)
         return uvloop.run(serve(config))
     except asyncio.CancelledError:

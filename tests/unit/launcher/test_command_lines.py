@@ -139,6 +139,39 @@ def test_contradicting_options_are_refused(config: dict[str, Any], message: str)
         check.check_options(LauncherConfig(**{"model_id": "m", **config}))
 
 
+@pytest.mark.parametrize(
+    ("config", "stock", "message"),
+    [
+        ({"port": 1, "probe_port": 1}, False, "--probe-port 1: --port has that number too"),
+        ({"port": 1, "grpc_port": 1}, False, "--grpc-port 1: --port has that number too"),
+        ({"port": 0, "probe_port": 1, "grpc_port": 1}, False, "--grpc-port 1: --probe-port has that number too"),
+        ({"port": 1, "prometheus_port": 1}, True, "--prometheus-port 1: --port has that number too"),
+        ({"port": 0, "grpc_tls_cert": "/no/such.pem"}, False, "belong together"),
+        (
+            {"port": 0, "grpc_tls_cert": "/no/such.pem", "grpc_tls_key": "/no/such.key"},
+            False,
+            "/no/such.pem: cannot be",
+        ),
+        ({"port": 0, "model_repository": "/no/such"}, False, "--model-repository /no/such: no such folder"),
+    ],
+)
+def test_doors_that_could_not_open_later_are_refused_now(config: dict[str, Any], stock: bool, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check.check_doors(LauncherConfig(**{"model_id": "m", "hostname": "127.0.0.1", **config}), stock)
+
+
+@pytest.mark.parametrize("flag", ["port", "probe_port", "grpc_port"])
+def test_every_door_that_is_taken_is_named(flag: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        taken = listener.getsockname()[1]
+        config = LauncherConfig(**{"model_id": "m", "hostname": "127.0.0.1", "port": 0, flag: taken})
+        with pytest.raises(ResourceError, match=f"--{flag.replace('_', '-')} {taken}: .* is in use"):
+            check.check_doors(config, stock_router=False)
+    check.check_doors(config, stock_router=False)
+
+
 def test_a_taken_port_is_named() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

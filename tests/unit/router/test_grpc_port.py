@@ -17,6 +17,7 @@ from router_bench import router_bench
 
 from deepseek_tgi.errors import ConfigError, ResourceError
 from deepseek_tgi.pb import fmaas_pb2, fmaas_pb2_grpc, inference_pb2, inference_pb2_grpc
+from deepseek_tgi.router.certificates import check_certificates
 from deepseek_tgi.router.config import RouterConfig
 from deepseek_tgi.router.grpc_port import GrpcPort, credentials_of
 from deepseek_tgi.router.stop_text import StopText
@@ -140,6 +141,21 @@ async def test_a_taken_port_is_named(tmp_path: Path) -> None:
 def test_certificates_that_do_not_fit_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         credentials_of(RouterConfig(**options))
+
+
+def test_certificates_are_held_against_their_keys_before_anything_is_loaded(authority: Authority) -> None:
+    own, key, ca = authority.path("server.pem"), authority.path("server.key"), authority.path("ca.pem")
+    check_certificates(own, key, ca)
+    authority.openssl("rsa", "-aes256", "-passout", "pass:x", "-in", "server.key", "-out", "locked.key")
+    for files, named in (
+        ((own, authority.path("client.key"), None), "client.key"),
+        ((own, authority.path("locked.key"), None), "the key is encrypted"),
+        ((key, own, None), "server.key and"),
+        ((own, key, key), "server.key: expected certificates in PEM"),
+        ((own, key, authority.path("none.pem")), "none.pem: cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            check_certificates(*files)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
