@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from fake_control import FakeControl
 from fake_script import Traits
 from fake_shard import FakeShard
 from tiny_tokenizer import write_tokenizer
 
+from deepseek_tgi.pb import control_pb2_grpc
 from deepseek_tgi.router.assembly import Router, assemble
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import from_sources
@@ -92,8 +94,12 @@ async def router_bench(
     ranks: int = 1,
     environ: Mapping[str, str] | None = None,
     spans: Spans | None = None,
+    control: FakeControl | None = None,
 ) -> AsyncIterator[Bench]:
-    """Start shards and router; at the end nothing may be in flight, no block lost and no fault seen."""
+    """Start shards and router; at the end nothing may be in flight, no block lost and no fault seen.
+
+    With `control` the shards can change their model, as it says.
+    """
     model = folder / "model"
     if not model.exists():
         model.mkdir()
@@ -103,12 +109,18 @@ async def router_bench(
     async with AsyncExitStack() as stack:
         shards = []
         for rank in range(ranks):
-            shards.append(await FakeShard(folder / f"shard-{rank}", traits or Traits(), ranks, rank).start())
+            shard = FakeShard(folder / f"shard-{rank}", traits or Traits(), ranks, rank)
+            if control is not None:
+                control_pb2_grpc.add_ModelControlServicer_to_server(control, shard._server)
+            shards.append(await shard.start())
             stack.push_async_callback(shards[-1].stop)
         client = await ShardClient.connect(config.master_shard_uds_path, spans)
         stack.push_async_callback(client.close)
-        router = assemble(config, client, await introduce(client, config), load_model_files(config))
+        facts, generation = await introduce(client, config), None if control is None else 1
+        router = assemble(config, client, facts, load_model_files(config), generation=generation)
         stack.callback(router.close)
+        if router.changes is not None:
+            stack.push_async_callback(router.changes.close)
         batching = asyncio.create_task(router.models.run())
         stack.push_async_callback(_cancelled, batching)
         port = await stack.enter_async_context(_served(router))
@@ -138,7 +150,7 @@ async def _served(router: Router) -> AsyncIterator[int]:
 
 
 async def _check_rest(bench: Bench) -> None:
-    blocks = bench.router.scheduler.blocks
+    blocks = None if bench.router.models.current is None else bench.router.scheduler.blocks
     await bench.until(lambda: bench.in_flight == 0, "no permit is held")
     if blocks is not None:
         await bench.until(lambda: blocks.available_blocks == blocks.usable_blocks, "every block has come back")

@@ -12,15 +12,19 @@ from dataclasses import asdict
 from typing import Any
 
 from deepseek_tgi.errors import DeepseekTgiError
+from deepseek_tgi.probes.state import State
 from deepseek_tgi.router import sse
 from deepseek_tgi.router.change import PLANS, Change, Wish
 from deepseek_tgi.router.errors import PlainError
 from deepseek_tgi.router.fields import Fields, boolean, string
 from deepseek_tgi.router.http import Exchange, Handler
 from deepseek_tgi.router.model_changes import ModelChanges
+from deepseek_tgi.router.served_model import ServedModel
 from deepseek_tgi.router.state import RouterState
 
 SHOWN_CHANGES = 10
+STREAM = "stream"
+WISHES = ("revision", "quantize", "manifest_sha256")
 
 
 class AdminApi:
@@ -47,36 +51,45 @@ class AdminApi:
 
     async def load(self, exchange: Exchange) -> None:
         """POST /admin/models/load: serve another model; with `stream`, events tell how far it is."""
-        fields = Fields(await self._state.body(exchange), "", "LoadModelRequest")
+        fields = await self._fields(exchange, "LoadModelRequest", "model_id", *WISHES, "plan")
         plan = fields.optional("plan", string) or "auto"
         if plan not in PLANS:
             raise PlainError(422, f"plan: got {plan!r}, expected one of {', '.join(PLANS)}")
         wish = Wish(
             model_id=fields.required("model_id", string),
-            revision=fields.optional("revision", string),
-            quantize=fields.optional("quantize", string),
-            manifest_sha256=fields.optional("manifest_sha256", string),
             plan=plan,
+            **{name: fields.optional(name, string) for name in WISHES},
         )
         await self._answer(exchange, self._changes.load(wish), fields)
 
     async def unload(self, exchange: Exchange) -> None:
         """POST /admin/models/unload: serve nothing."""
-        fields = Fields(await self._state.body(exchange), "", "UnloadModelRequest")
+        fields = await self._fields(exchange, "UnloadModelRequest", "model_id")
         await self._answer(exchange, self._changes.unload(fields.optional("model_id", string)), fields)
 
     async def sleep(self, exchange: Exchange) -> None:
         """POST /admin/models/sleep: give memory back until the model is woken."""
-        fields = Fields(await self._state.body(exchange), "", "SleepModelRequest")
+        fields = await self._fields(exchange, "SleepModelRequest", "drop_weights")
         await self._answer(exchange, self._changes.sleep(fields.optional("drop_weights", boolean) or False), fields)
 
     async def wake(self, exchange: Exchange) -> None:
         """POST /admin/models/wake: serve again."""
-        fields = Fields(await self._state.body(exchange), "", "WakeModelRequest")
+        fields = await self._fields(exchange, "WakeModelRequest")
         await self._answer(exchange, self._changes.wake(), fields)
 
+    async def _fields(self, exchange: Exchange, type_name: str, *known: str) -> Fields:
+        """What the body wishes; none is as good as an empty one. Checked whole before anything begins.
+
+        A misspelt wish is refused: a model whose hash was to be checked must not be loaded unchecked.
+        """
+        body = await exchange.json(self._state.config.payload_limit, optional=True)
+        fields = Fields(body, "", type_name)
+        fields.only(*known, STREAM)
+        fields.optional(STREAM, boolean)
+        return fields
+
     async def _answer(self, exchange: Exchange, work: Coroutine[Any, Any, Change], fields: Fields) -> None:
-        streamed = fields.optional("stream", boolean) or False
+        streamed = fields.optional(STREAM, boolean) or False
         task = self._changes.start(work)
         if not streamed:
             await exchange.respond_json(200, asdict(await asyncio.shield(task)))
@@ -102,7 +115,7 @@ class AdminApi:
                 "model_id": current.name,
                 "generation": current.generation,
                 "revision": current.state.config.revision,
-                "state": "sleeping" if changes.asleep is current else "ready" if models.open is current else "held",
+                "state": self._condition(current),
                 "max_input_tokens": current.state.limits.max_input_tokens,
                 "max_total_tokens": current.state.limits.max_total_tokens,
                 "requests": current.traffic.active,
@@ -113,11 +126,17 @@ class AdminApi:
             "history": [asdict(change) for change in changes.history[-SHOWN_CHANGES:] if change is not running],
         }
 
+    def _condition(self, model: ServedModel) -> str:
+        """Of the served model; as every probe says where it takes requests."""
+        if self._changes.asleep is model:
+            return State.SLEEPING.value
+        return self._state.owner.state.value if self._changes.models.open is model else "held"
+
     def _guarded(self, handler: Handler) -> Handler:
         async def guarded(exchange: Exchange) -> None:
             given = (exchange.header("authorization") or "").encode("latin-1")
             if not hmac.compare_digest(given, self._authorization):
-                raise PlainError(401)
+                raise PlainError(401, "expected `authorization: Bearer TOKEN`, with the admin token")
             try:
                 await handler(exchange)
             except DeepseekTgiError:

@@ -168,7 +168,7 @@ usize = unsigned(64, "usize")
 
 
 class Fields:
-    """The fields of one object; unknown ones are ignored."""
+    """The fields of one object; unknown ones are ignored, unless `only` is called."""
 
     __slots__ = ("_path", "_value")
 
@@ -181,6 +181,13 @@ class Fields:
     def path(self, name: str) -> str:
         """Where a field is, from the top of the body."""
         return f"{self._path}.{name}" if self._path else name
+
+    def only(self, *known: str) -> None:
+        """Raise `ShapeError` for a field that is none of `known`, where a misspelt one must not be passed over."""
+        for name in self._value:
+            if name not in known:
+                expected = ", ".join(f"`{each}`" for each in known)
+                raise ShapeError(self._path, f"unknown field `{name}`, expected one of {expected}")
 
     def required(self, name: str, read: Callable[[Any, str], T], *aliases: str) -> T:
         """A field that must be there."""

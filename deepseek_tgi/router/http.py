@@ -63,12 +63,16 @@ class Exchange:
         wanted = name.encode("ascii")
         return next((value.decode("latin-1") for key, value in self._headers if key == wanted), None)
 
-    async def json(self, limit_bytes: int) -> Any:
-        """The body as JSON. Raises `PlainError`: 415, 413 or 400."""
+    async def json(self, limit_bytes: int, *, optional: bool = False) -> Any:
+        """The body as JSON; where it is optional, `{}` for none. Raises `PlainError`: 415, 413 or 400."""
         kind = (self.header("content-type") or "").split(";")[0].strip().lower()
+        body = await self._body(limit_bytes) if optional else None
+        if body == b"":
+            return {}
         if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
             raise PlainError(415, "Expected request with `Content-Type: application/json`")
-        body = await self._body(limit_bytes)
+        if body is None:
+            body = await self._body(limit_bytes)
         self._watch = asyncio.create_task(self._cancel_when_gone(asyncio.current_task()))
         if len(body) > LARGE_BODY_BYTES:
             return await asyncio.to_thread(parse_json, body)

@@ -12,6 +12,7 @@ from deepseek_tgi import __version__
 from deepseek_tgi.errors import RequestError
 from deepseek_tgi.pb import inference_pb2 as pb
 from deepseek_tgi.pb import inference_pb2_grpc
+from deepseek_tgi.probes.kubernetes import describe
 from deepseek_tgi.probes.owner import Owner
 from deepseek_tgi.router.change import PLANS, Wish
 from deepseek_tgi.router.grpc_calls import Calls, ForbiddenError, UnknownModelError, answered, streamed
@@ -112,12 +113,12 @@ class InferenceService(inference_pb2_grpc.GRPCInferenceServiceServicer):
             found[running.model] = entry(name=running.model, version="", state="LOADING", reason=how_far)
         current = self._models.current
         if current is not None:
-            ready = self._models.open is current
+            ready = self._models.open is current and self._ready()
             found[current.name] = entry(
                 name=current.name,
                 version=_version(current),
                 state="READY" if ready else "UNAVAILABLE",
-                reason="" if ready else self._models.reason,
+                reason="" if ready else self._models.reason or describe(self._owner.current),
             )
         wanted = [each for each in found.values() if each.state == "READY" or not request.ready]
         return pb.RepositoryIndexResponse(models=wanted)

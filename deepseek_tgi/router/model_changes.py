@@ -312,8 +312,8 @@ class ModelChanges:
     def _named(self, name: str | None) -> ServedModel:
         model = self.models.current
         if model is None or (name is not None and name != model.name):
-            serves = "nothing" if model is None else model.name
-            raise ModelChangeError(f"{name or 'a model'} is not served; {serves} is")
+            wanted = "" if name is None else f"{name} is not served; "
+            raise ModelChangeError(f"{wanted}{'no model is served' if model is None else f'{model.name} is'}")
         if model.generation is None:
             raise ModelChangeError("these shards cannot change their model")
         return model
