@@ -402,12 +402,12 @@ def test_the_command_line_changes_models_and_shows_progress(fresh: Site) -> None
         assert text in refused.stderr
 
 
-def test_behind_tgis_router_the_command_line_talks_to_the_shards(fresh: Site) -> None:
-    """Here the embedded router stands in front, which must not mind; what may follow what is tested elsewhere."""
-    argv = ["load", str(fresh.repository / "spoiled"), "--socket", str(fresh.server.uds_stem)]
-    failed = models(fresh, *argv)
+def test_the_embedded_router_is_not_passed_over(fresh: Site) -> None:
+    """The way round TGI's router is refused in front of ours, which goes on serving what it knows."""
+    failed = models(fresh, "load", str(fresh.repository / "two"), "--socket", str(fresh.server.uds_stem))
     assert failed.returncode == 1
-    assert "model.safetensors" in failed.stderr
+    assert "ask the router instead" in failed.stderr
+    assert fresh.speaker(PROMPTS[0], fresh.says(PROMPTS[0])) == "one"
     nowhere = models(fresh, "load", "x", "--socket", "/nowhere/at-all")
     assert nowhere.returncode == 1
     assert "no shard's socket is there" in nowhere.stderr
