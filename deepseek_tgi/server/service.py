@@ -21,6 +21,7 @@ from deepseek_tgi.server.engine_thread import EngineThread
 from deepseek_tgi.server.mixture import Mixture
 from deepseek_tgi.server.models import FIRST_GENERATION, Demand, Held, Models, Source, named_generation
 from deepseek_tgi.server.turns import Turns, call_number
+from deepseek_tgi.server.waiting_batches import WaitingBatches
 from deepseek_tgi.telemetry.metrics import ShardMetrics
 
 R = TypeVar("R")
@@ -70,7 +71,7 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
         self._state = state
         self._urls = list(urls)
         self._metrics = metrics
-        self._held: set[tuple[int | None, int]] = set()
+        self._waiting = WaitingBatches()
         self.evidence: Evidence = NoEvidence()
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
@@ -96,9 +97,9 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
         generation = named_generation(context)
         steps = self._steps(generation)
         if batch_id is None:
-            self._held = {held for held in self._held if generation is not None and held[0] != generation}
+            self._waiting.drop_all(generation)
         else:
-            self._held.discard((generation, batch_id))
+            self._waiting.drop(generation, [batch_id])
         await self.thread.run(lambda: steps.clear(batch_id))
         return pb.ClearCacheResponse()
 
@@ -138,11 +139,11 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
     @property
     def holds_requests(self) -> bool:
         """True while a batch waits for its next step."""
-        return bool(self._held)
+        return bool(self._waiting)
 
     async def drop(self, batch_ids: Sequence[int], generation: int | None) -> None:
         """Forget the batches of a failed call."""
-        self._held.difference_update((generation, batch_id) for batch_id in batch_ids)
+        self._waiting.drop(generation, batch_ids)
         try:
             steps = self._steps(generation)
         except NotReadyError:
@@ -152,7 +153,7 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
 
     def forget(self, generation: int) -> None:
         """A model and its batches are gone."""
-        self._held = {held for held in self._held if held[0] != generation}
+        self._waiting.drop_all(generation)
 
     def _steps(self, generation: int | None) -> EngineApi | Mixture:
         """What runs the steps of a call: the model it names, or the published one and those it followed."""
@@ -187,14 +188,14 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
     def _prefill(self, generation: int | None, request: pb.PrefillRequest) -> pb.PrefillResponse:
         cached = convert.cached_batch_of(request.cached_batch) if request.HasField("cached_batch") else None
         result = self._steps(generation).prefill(request.batch.id, convert.requests_of(request.batch), cached)
-        self._held.difference_update([] if cached is None else [(generation, cached.id)])
+        self._waiting.drop(generation, [] if cached is None else [cached.id])
         self._count("prefill", generation, result)
         return convert.prefill_pb(result)
 
     def _decode(self, generation: int | None, request: pb.DecodeRequest) -> pb.DecodeResponse:
         ids = [batch.id for batch in request.batches]
         result = self._steps(generation).decode(ids)
-        self._held.difference_update((generation, batch_id) for batch_id in ids)
+        self._waiting.drop(generation, ids)
         self._count("decode", generation, result)
         return convert.decode_pb(result)
 
@@ -202,7 +203,7 @@ class ShardService(generate_pb2_grpc.TextGenerationServiceServicer):
         self._metrics.forward_duration.labels(method).observe(result.timings.forward_ns / 1e9)
         self._metrics.generated_tokens.inc(sum(len(generation.tokens.ids) for generation in result.generations))
         if result.batch is not None:
-            self._held.add((generation, result.batch.id))
+            self._waiting.add(generation, result.batch.id)
         self._metrics.cached_requests.set(result.batch.size if result.batch is not None else 0)
 
 
