@@ -20,7 +20,10 @@ BAD = (grpc.StatusCode.FAILED_PRECONDITION, "model.safetensors: cut short")
 
 @dataclass
 class FakeControl(control_pb2_grpc.ModelControlServicer):
-    """`outcomes` of the coming loads: None for a good one, else the status it ends with. `gate` holds loads back."""
+    """`outcomes` of the coming loads: None for a good one, else the status it ends with. `gate` holds loads back.
+
+    Calls named in `failing` end with INTERNAL; a load in it ends without having loaded anything.
+    """
 
     folder: Path
     block_size: int
@@ -30,6 +33,7 @@ class FakeControl(control_pb2_grpc.ModelControlServicer):
     tokens: int = 1024
     tokenizer_sha256: str | None = None
     newest: int = 1
+    failing: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -38,6 +42,10 @@ class FakeControl(control_pb2_grpc.ModelControlServicer):
     def names(self) -> list[str]:
         """What was called, in order, questions left out."""
         return [name for name, _ in self.calls]
+
+    async def _perhaps_failing(self, name: str, context: Any) -> None:
+        if name in self.failing:
+            await context.abort(grpc.StatusCode.INTERNAL, f"{name} broke")
 
     async def Status(self, request: Any, context: Any) -> pb.StatusResponse:
         return pb.StatusResponse(published=1, newest=self.newest)
@@ -50,6 +58,8 @@ class FakeControl(control_pb2_grpc.ModelControlServicer):
         outcome = self.outcomes.pop(0) if self.outcomes else None
         if outcome is not None:
             await context.abort(*outcome)
+        if "load" in self.failing:
+            return
         digest = hashlib.sha256((self.folder / "tokenizer.json").read_bytes()).hexdigest()
         yield pb.LoadProgress(
             stage="loaded",
@@ -69,14 +79,17 @@ class FakeControl(control_pb2_grpc.ModelControlServicer):
 
     async def Publish(self, request: Any, context: Any) -> pb.PublishResponse:
         self.calls.append(("publish", request.generation))
+        await self._perhaps_failing("publish", context)
         return pb.PublishResponse()
 
     async def Unload(self, request: Any, context: Any) -> pb.UnloadResponse:
         self.calls.append(("unload", request.generation))
+        await self._perhaps_failing("unload", context)
         return pb.UnloadResponse(freed_bytes=1)
 
     async def Discard(self, request: Any, context: Any) -> pb.DiscardResponse:
         self.calls.append(("discard", list(request.blocks)))
+        await self._perhaps_failing("discard", context)
         return pb.DiscardResponse(freed_bytes=len(request.blocks))
 
     async def Sleep(self, request: Any, context: Any) -> pb.SleepResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -78,7 +79,9 @@ class ControlClient:
             await asyncio.wait(tasks)
             for rank, loaded in enumerate(done):
                 if loaded is not None:
-                    await self._stubs[rank].Unload(pb.UnloadRequest(generation=request.generation))
+                    with suppress(grpc.aio.AioRpcError):  # the failure that is told is the first
+                        unload = pb.UnloadRequest(generation=request.generation)
+                        await self._stubs[rank].Unload(unload, timeout=UNLOAD_TIMEOUT_S)
             raise
         everywhere = [each for each in done if each is not None]
         return min(everywhere, key=lambda each: (each.max_supported_total_tokens, each.max_total_tokens))

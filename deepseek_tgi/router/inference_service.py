@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
 
 from deepseek_tgi import __version__
 from deepseek_tgi.errors import RequestError
@@ -15,6 +15,8 @@ from deepseek_tgi.pb import inference_pb2_grpc
 from deepseek_tgi.probes.kubernetes import describe
 from deepseek_tgi.probes.owner import Owner
 from deepseek_tgi.router.change import PLANS, Wish
+from deepseek_tgi.router.errors import ShapeError
+from deepseek_tgi.router.fields import float32, signed32, u32, u64
 from deepseek_tgi.router.grpc_calls import Calls, ForbiddenError, UnknownModelError, answered, streamed
 from deepseek_tgi.router.model_changes import ModelChanges
 from deepseek_tgi.router.models import Models
@@ -31,6 +33,8 @@ LOAD_PARAMETERS = ("revision", "quantize", "manifest_sha256", "plan")
 KNOWN = frozenset(
     ("max_tokens", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "repetition_penalty", "stream")
 )
+
+T = TypeVar("T")
 
 
 class InferenceService(inference_pb2_grpc.GRPCInferenceServiceServicer):
@@ -186,26 +190,31 @@ def _generation(request: pb.ModelInferRequest) -> GenerateRequest:
     return GenerateRequest(
         _text(request),
         Parameters(
-            max_new_tokens=_number(given, "max_new_tokens", int) or _number(given, "max_tokens", int),
-            temperature=_number(given, "temperature", float),
-            top_k=_number(given, "top_k", int),
-            top_p=_number(given, "top_p", float),
-            repetition_penalty=_number(given, "repetition_penalty", float),
-            seed=_number(given, "seed", int),
+            max_new_tokens=_number(given, "max_new_tokens" if "max_new_tokens" in given else "max_tokens", u32),
+            temperature=_number(given, "temperature", float32),
+            top_k=_number(given, "top_k", signed32),
+            top_p=_number(given, "top_p", float32),
+            repetition_penalty=_number(given, "repetition_penalty", float32),
+            seed=_number(given, "seed", u64),
             stop=(str(given["stop"]),) if given.get("stop") else (),
             do_sample="temperature" in given or "seed" in given,
         ),
     )
 
 
-def _number(given: dict[str, Any], name: str, kind: type[Any]) -> Any:
-    """A parameter as `kind`, None if it is absent."""
+def _number(given: dict[str, Any], name: str, read: Callable[[Any, str], T]) -> T | None:
+    """A parameter as the HTTP routes read it, None if it is absent. A number may come as text too."""
     if name not in given:
         return None
+    value = given[name]
     try:
-        return kind(given[name])
+        if isinstance(value, str):
+            value = float(value) if "." in value or "e" in value.lower() else int(value)
+        return read(value, f"parameters.{name}")
+    except ShapeError as error:
+        raise RequestError(f"{error.path}: {error.reason}") from error
     except ValueError as error:
-        raise RequestError(f"parameters.{name}: got {given[name]!r}, expected a number") from error
+        raise RequestError(f"parameters.{name}: got {value!r}, expected a number") from error
 
 
 def _text(request: pb.ModelInferRequest) -> str:

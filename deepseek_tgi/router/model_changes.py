@@ -159,26 +159,30 @@ class ModelChanges:
 
     async def _beside(self, wish: Wish, change: Change, old: ServedModel) -> None:
         change.plan = "beside"
-        withheld: list[int] = []
         try:
-            model = await self._loaded(wish, change)
+            await self._publish(await self._loaded(wish, change), change)
         except ModelChangeError as error:
             if error.kind is not ResourceError or wish.plan != "auto":
                 raise
             logger.warning("%s: %s; the cache of %s is shrunk", wish.model_id, error, old.name)
-            change.plan = "shrink"
-            withheld = await self._shrink(old)
-            try:
-                model = await self._loaded(wish, change)
-            except ModelChangeError as again:
-                await self._grow(old, withheld)
-                if again.kind is not ResourceError:
-                    raise
-                logger.warning("%s: %s; %s is drained first", wish.model_id, again, old.name)
+            if not await self._beside_shrunk(wish, change, old):
                 await self._drained(wish, change, old)
                 return
-        await self._publish(model, change)
         self._retire(old)
+
+    async def _beside_shrunk(self, wish: Wish, change: Change, old: ServedModel) -> bool:
+        """Once more, with what the old model's cache has free; false if memory is short still."""
+        change.plan = "shrink"
+        withheld = await self._shrink(old)
+        try:
+            await self._publish(await self._loaded(wish, change), change)
+        except BaseException as error:
+            await self._grow(old, withheld)
+            if not isinstance(error, ModelChangeError) or error.kind is not ResourceError:
+                raise
+            logger.warning("%s: %s; %s is drained first", wish.model_id, error, old.name)
+            return False
+        return True
 
     async def _drained(self, wish: Wish, change: Change, old: ServedModel) -> None:
         change.plan = "drain"
@@ -190,8 +194,8 @@ class ModelChanges:
         except ModelChangeError:
             self.models.resume()
             raise
-        await self._gone(old)
         try:
+            await self._gone(old)
             await self._publish(await self._loaded(wish, change), change)
         except DeepseekTgiError as error:
             logger.error("%s: %s; %s is loaded again", wish.model_id, error, old.name)
@@ -241,21 +245,39 @@ class ModelChanges:
                 max_batch_size=config.max_batch_size,
             ),
         )
-        loaded = await self._control.load(request, self._told(change))
+        try:
+            loaded = await self._control.load(request, self._told(change))
+        except DeepseekTgiError:
+            raise
+        except Exception as error:
+            raise _unforeseen(wish, error) from error
         try:
             named = known or renamed(config, loaded.folder, wish.model_id, wish.revision)
             files = await asyncio.to_thread(files_of, named, loaded)
             return self._shared.model(named, facts_of(named, loaded), files, generation)
-        except ModelChangeError:
+        except BaseException as error:
+            await self._undone(generation)
+            if isinstance(error, ModelChangeError) or not isinstance(error, Exception):
+                raise
+            if isinstance(error, DeepseekTgiError | OSError):
+                raise ModelChangeError(str(error)) from error
+            raise _unforeseen(wish, error) from error
+
+    async def _undone(self, generation: int) -> None:
+        """Have the shards forget a model that nobody will get."""
+        try:
             await self._control.unload(generation)
-            raise
-        except (DeepseekTgiError, OSError) as error:
-            await self._control.unload(generation)
-            raise ModelChangeError(str(error)) from error
+        except DeepseekTgiError as error:
+            logger.error("generation %d could not be unloaded: %s", generation, error)
 
     async def _publish(self, model: ServedModel, change: Change) -> None:
         assert model.generation is not None
-        await self._control.publish(model.generation)
+        try:
+            await self._control.publish(model.generation)
+        except BaseException:
+            model.close()
+            await self._undone(model.generation)
+            raise
         self.models.publish(model)
         change.generation = model.generation
         logger.info("%s (generation %d) takes the requests, by the plan %s", model.name, model.generation, change.plan)
@@ -300,7 +322,11 @@ class ModelChanges:
         if blocks is None or model.generation is None:
             return []
         withheld = blocks.withhold(blocks.blocks_for(longest) + KEPT_BLOCKS)
-        freed = await self._control.discard(model.generation, withheld)
+        try:
+            freed = await self._control.discard(model.generation, withheld)
+        except BaseException:
+            blocks.restore(withheld)
+            raise
         logger.info("%d free blocks of %s are given back, %d bytes", len(withheld), model.name, freed)
         return withheld
 
@@ -354,3 +380,9 @@ class ModelChanges:
             change.seconds = time.monotonic() - started
             self._running = None
             self._move(change)
+
+
+def _unforeseen(wish: Wish, error: Exception) -> ModelChangeError:
+    """A load that broke in a way nobody thought of has failed like any other: what served must serve on."""
+    logger.error("loading %s broke", wish.model_id, exc_info=error)
+    return ModelChangeError(f"{wish.model_id}: loading broke: {type(error).__name__}: {error}")

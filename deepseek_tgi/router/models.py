@@ -27,7 +27,7 @@ class Models:
         self.held = 0
         self._hold_seconds = hold_seconds
         self._most_held = most_held
-        self._refusal: DeepseekTgiError | None = None
+        self._refusal: str | None = None
         self._settled = asyncio.Event()
         self._tasks: dict[ServedModel, asyncio.Task[None]] = {}
         self._ended: asyncio.Future[None] | None = None
@@ -38,7 +38,7 @@ class Models:
         """Why no model takes requests now, empty if one does."""
         if self.open is not None:
             return ""
-        return "being changed" if self._refusal is None else str(self._refusal)
+        return "being changed" if self._refusal is None else self._refusal
 
     def publish(self, model: ServedModel) -> None:
         """From this instant on every new request, and every one that waits, gets `model`."""
@@ -68,7 +68,7 @@ class Models:
         """From this instant on new requests, and those that wait, are refused (503)."""
         self.state.refuses(reason)
         self.open = None
-        self._refusal = NotReadyError(reason)
+        self._refusal = reason
         self._settle()
 
     def _settle(self) -> None:
@@ -81,18 +81,22 @@ class Models:
         """
         if self.open is not None:
             return self.open
-        if self._refusal is not None:
-            raise self._refusal
-        if self.held >= self._most_held:
+        if self._refusal is None and self.held >= self._most_held:
             raise OverloadedError("Model is overloaded")
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._hold_seconds
         self.held += 1
         try:
-            await asyncio.wait_for(self._settled.wait(), self._hold_seconds)
+            while self.open is None:
+                if self._refusal is not None:
+                    # A new one each time: an error that is raised again keeps the frames of all who met it.
+                    raise NotReadyError(self._refusal)
+                await asyncio.wait_for(self._settled.wait(), deadline - loop.time())
         except (asyncio.TimeoutError, TimeoutError):
             raise NotReadyError(f"The model is still being changed after {self._hold_seconds:g} s") from None
         finally:
             self.held -= 1
-        return await self.admitted()
+        return self.open
 
     def handler(self, key: tuple[str, str]) -> Handler:
         """The handler of a route that belongs to whichever model serves."""

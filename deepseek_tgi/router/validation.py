@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -158,9 +159,9 @@ def check_parameters(p: Parameters, limits: Limits) -> None:
     top_n = p.top_n_tokens or 0
     rules = (
         (best_of > 1 and not sampled, "you must use sampling when `best_of` is > 1"),
-        (p.temperature is not None and p.temperature <= 0, "`temperature` must be strictly positive"),
+        (p.temperature is not None and not 0 < p.temperature < math.inf, "`temperature` must be strictly positive"),
         (
-            p.repetition_penalty is not None and p.repetition_penalty <= 0,
+            p.repetition_penalty is not None and not 0 < p.repetition_penalty < math.inf,
             "`repetition_penalty` must be strictly positive",
         ),
         (

@@ -10,7 +10,7 @@ BatchKey = tuple[int | None, int]
 
 
 class WaitingBatches:
-    """Owner of the set. Every change is whole: one that reads and writes back would lose what another adds meanwhile."""
+    """Owner of the set. Every change is whole: who reads and writes back loses what another adds meanwhile."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Who may come in at the gRPC port: certificates, keys, and options that contradict each other."""
+"""Who may come in at the gRPC port (certificates, keys, options that contradict each other), and which numbers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import grpc.aio
 import pytest
 from router_bench import router_bench
 
-from deepseek_tgi.errors import ConfigError, ResourceError
+from deepseek_tgi.errors import ConfigError, RequestError, ResourceError
 from deepseek_tgi.pb import fmaas_pb2, fmaas_pb2_grpc, inference_pb2, inference_pb2_grpc
 from deepseek_tgi.router.certificates import check_certificates
 from deepseek_tgi.router.config import RouterConfig
 from deepseek_tgi.router.grpc_port import GrpcPort, credentials_of
+from deepseek_tgi.router.requests import Parameters
 from deepseek_tgi.router.stop_text import StopText
+from deepseek_tgi.router.validation import Limits, check_parameters
 
 WISH = fmaas_pb2.BatchedGenerationRequest(requests=[fmaas_pb2.GenerationRequest(text="hello")])
 LOAD = inference_pb2.RepositoryModelLoadRequest(model_name="other")
@@ -119,6 +121,58 @@ async def test_without_a_token_nobody_changes_models(tmp_path: Path) -> None:
         assert await status(stub.RepositoryModelLoad(LOAD)) is grpc.StatusCode.PERMISSION_DENIED
         assert await status(stub.RepositoryModelLoad(LOAD, metadata=bearer)) is grpc.StatusCode.PERMISSION_DENIED
         assert (await stub.ServerReady(inference_pb2.ServerReadyRequest())).ready
+
+
+def wish(**parameters: Any) -> inference_pb2.ModelInferRequest:
+    """As `tritonclient` puts parameters: whole numbers in `int64_param`, others in `double_param`, and text."""
+    found = inference_pb2.ModelInferRequest(inputs=[{"name": "text_input", "datatype": "BYTES", "shape": [1]}])
+    found.inputs[0].contents.bytes_contents.append(b"hello")
+    for name, value in parameters.items():
+        kind = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
+        setattr(found.parameters[name], kind, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"max_tokens": -6}, "parameters.max_tokens: invalid value: integer `-6`, expected u32"),
+        ({"max_tokens": float("inf")}, "parameters.max_tokens: invalid type: floating point `inf`, expected u32"),
+        ({"max_tokens": True}, "parameters.max_tokens: invalid type: boolean `true`, expected u32"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
+        ({"temperature": float("nan")}, "parameters.temperature: invalid value: floating point `nan`, expected f32"),
+        ({"temperature": "1e999"}, "parameters.temperature: invalid value: floating point `inf`, expected f32"),
+        ({"top_p": 2.0}, "`top_p` must be > 0.0 and < 1.0"),
+        ({"seed": -1}, "parameters.seed: invalid value: integer `-1`, expected u64"),
+        ({"top_k": "many"}, "parameters.top_k: got 'many', expected a number"),
+    ],
+)
+async def test_numbers_that_are_none_are_the_clients_fault_and_reach_no_shard(
+    tmp_path: Path, parameters: dict[str, Any], text: str
+) -> None:
+    async with router_bench(tmp_path) as bench:
+        config = dataclasses.replace(bench.router.state.config, hostname="127.0.0.1", grpc_port=0)
+        port = GrpcPort(config, bench.router)
+        await port.start()
+        request = wish(**parameters)
+        request.model_name = bench.router.state.config.model_id
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port.port}") as channel:
+                stub: Any = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.ModelInfer(request)
+        finally:
+            await port.stop(1)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert text in caught.value.details()
+        assert bench.router.state.liveness.healthy
+
+
+@pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
+def test_no_wire_brings_a_number_to_the_shard_that_is_not_above_zero_and_finite(field: str, value: float) -> None:
+    with pytest.raises(RequestError, match=f"`{field}` must be strictly positive"):
+        check_parameters(Parameters(**{field: value}), Limits(2, 4, 5, 100, 200))
 
 
 async def test_a_taken_port_is_named(tmp_path: Path) -> None:

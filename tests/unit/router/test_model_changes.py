@@ -242,6 +242,79 @@ async def test_requests_wait_only_so_long_and_only_so_many(bench: Bench) -> None
     assert (await bench.ask()).ending.generated_tokens == 3
 
 
+async def test_a_model_that_cannot_be_published_is_unloaded_and_the_old_one_serves_on(bench: Bench) -> None:
+    bench.control.failing = {"publish"}
+    assert "publish broke" in await refused(bench, OTHER)
+    assert bench.control.names == ["load", "publish", "unload"]
+    assert bench.serving == ("first", 1)
+    assert (await bench.ask()).ending.generated_tokens == 3
+
+
+async def test_a_cache_that_cannot_be_shrunk_keeps_its_blocks(bench: Bench) -> None:
+    blocks = bench.router.scheduler.blocks
+    assert blocks is not None
+    before = blocks.available_blocks
+    bench.control.outcomes, bench.control.failing = [SHORT], {"discard"}
+    assert "discard broke" in await refused(bench, OTHER)
+    assert blocks.available_blocks == before
+    assert bench.serving == ("first", 1)
+
+
+async def test_an_old_model_that_will_not_go_leaves_nobody_waiting(bench: Bench) -> None:
+    """It has been given up by then: it is loaded anew, and who waited gets it."""
+    bench.control.failing = {"unload"}
+    changing = asyncio.create_task(refused(bench, Wish("other", plan="drain")))
+    waiting = await bench.asking()
+    assert "unload broke" in await changing
+    assert (await waiting).ending.generated_tokens == 3
+    assert bench.serving[0] == "first"
+    assert bench.state() is State.READY
+
+
+@pytest.mark.parametrize("plan", ["beside", "drain"])
+async def test_a_load_that_breaks_as_nobody_foresaw_has_failed_like_any_other(bench: Bench, plan: str) -> None:
+    """Here the stream of stages ends well and brings no model."""
+    bench.control.failing = {"load"}
+    waiting = None
+    changing = asyncio.create_task(refused(bench, Wish("other", plan=plan)))
+    if plan == "drain":
+        await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(bench.ask())
+    assert "other: loading broke: " in await changing
+    if waiting is None:
+        assert bench.serving == ("first", 1)
+    else:  # the old model breaks in the same way
+        with pytest.raises(NotReadyError, match="No model is loaded"):
+            await waiting
+        assert bench.state() is State.UNLOADED
+
+
+async def test_who_waits_through_two_changes_waits_no_longer_than_through_one(bench: Bench) -> None:
+    models, loop = bench.router.models, asyncio.get_running_loop()
+    models.hold()
+    asked_at = loop.time()
+    waiting = asyncio.create_task(models.admitted())
+    for _ in range(3):
+        await asyncio.sleep(0.2)
+        models.resume()
+        models.hold()
+    with pytest.raises(NotReadyError, match=r"still being changed after 0\.5 s"):
+        await waiting
+    assert loop.time() - asked_at < 1.0
+    models.resume()
+
+
+async def test_a_refused_request_leaves_nothing_behind(bench: Bench) -> None:
+    """An error that is kept and raised again collects the frames, and with them the bodies, of all who met it."""
+    await bench.changes.unload()
+    depths = set()
+    for _ in range(3):
+        with pytest.raises(NotReadyError) as caught:
+            await bench.router.models.admitted()
+        depths.add(len(caught.traceback))
+    assert len(depths) == 1
+
+
 async def test_one_change_at_a_time(bench: Bench) -> None:
     bench.control.gate.clear()
     first = asyncio.create_task(bench.changes.load(OTHER))
