@@ -17,6 +17,7 @@ MAX_HEAD_BYTES = 8192
 IDLE_S = 30.0
 """A connection that says nothing for this long is closed."""
 MAX_CONNECTIONS = 256
+"""Above this the one that has been silent longest makes room: whoever holds connections open must not shut us off."""
 CLOSE_S = 2.0
 
 Ask = Callable[[str, str], "Answer | None"]
@@ -35,6 +36,7 @@ class ProbePort:
         self._ask = ask
         family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
         self._listener = socket.create_server((hostname, port), family=family)
+        self._silent: dict[asyncio.Task[None], None] = {}
         self._open = 0
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
@@ -71,8 +73,10 @@ class ProbePort:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1
+        if self._open > MAX_CONNECTIONS and self._silent:
+            next(iter(self._silent)).cancel()
         try:
-            while self._open <= MAX_CONNECTIONS and await self._exchange(reader, writer):
+            while await self._exchange(reader, writer):
                 pass
         except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError, asyncio.CancelledError):
             return  # nobody is left to be told
@@ -82,7 +86,13 @@ class ProbePort:
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request; true if the connection may be used for another."""
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), IDLE_S)
+        task = asyncio.current_task()
+        assert task is not None
+        self._silent[task] = None
+        try:
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), IDLE_S)
+        finally:
+            self._silent.pop(task, None)
         lines = head.decode("latin-1").split("\r\n")
         words = lines[0].split(" ")
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.probes import exec_probe
 from deepseek_tgi.probes.grpc_health import Directory, HealthService
-from deepseek_tgi.probes.http_face import ProbePort, asker_of
+from deepseek_tgi.probes.http_face import MAX_CONNECTIONS, ProbePort, asker_of
 from deepseek_tgi.probes.kubernetes import Answer, answer
 from deepseek_tgi.probes.owner import Facts, Owner, Snapshot
 from deepseek_tgi.probes.report import report_of
@@ -164,8 +164,11 @@ def test_it_answers_while_the_main_thread_holds_still(served: tuple[Owner, Probe
 
 
 def test_many_silent_connections_do_not_shut_others_out(served: tuple[Owner, ProbePort]) -> None:
-    silent = [socket.create_connection(("127.0.0.1", served[1].port), 5) for _ in range(100)]
-    assert get(served[1].port, "/livez") == (200, "ok")
+    """More than it keeps: the oldest must make room, and not the prober that comes last."""
+    silent = [socket.create_connection(("127.0.0.1", served[1].port), 5) for _ in range(MAX_CONNECTIONS + 20)]
+    for _ in range(3):
+        assert get(served[1].port, "/livez") == (200, "ok")
+    assert silent[0].recv(1) == b"", "the oldest is not the one that was closed"
     for connection in silent:
         connection.close()
 
