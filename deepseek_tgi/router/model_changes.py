@@ -63,6 +63,8 @@ class ModelChanges:
         """Serve another model. Raises `ModelChangeError` with the reason; what served before still does, or it says."""
         async with self._change("load", wish.model_id) as change:
             if self.asleep is not None:
+                if await self._beside_sleeper(wish, change, self.asleep):
+                    return change
                 await self._forget_sleeper()
             old = self.models.current
             if old is None:
@@ -182,6 +184,25 @@ class ModelChanges:
                 raise
             logger.warning("%s: %s; %s is drained first", wish.model_id, error, old.name)
             return False
+        return True
+
+    async def _beside_sleeper(self, wish: Wish, change: Change, sleeper: ServedModel) -> bool:
+        """Load while another model sleeps, which can still be woken if this fails; false if it must go first.
+
+        Requests are refused, as before, until the new model takes them.
+        """
+        if wish.plan == "drain" or self._control.world_size > 1:
+            return False
+        change.plan = "beside"
+        try:
+            await self._publish(await self._loaded(wish, change), change)
+        except ModelChangeError as error:
+            if error.kind is not ResourceError or wish.plan != "auto":
+                raise
+            logger.warning("%s: %s; %s, which sleeps, is unloaded first", wish.model_id, error, sleeper.name)
+            return False
+        self.asleep = None
+        self._retire(sleeper)
         return True
 
     async def _drained(self, wish: Wish, change: Change, old: ServedModel) -> None:

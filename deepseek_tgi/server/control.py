@@ -119,7 +119,11 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
         """Let calls that name no model mean this one."""
         before = self._models.publish(request.generation)
         held = self._models.of(request.generation)
-        self._state.apply(Event.SWAPPED, model=held.source.model_id, generation=held.generation)
+        facts: dict[str, Any] = {"model": held.source.model_id, "generation": held.generation}
+        if not self._state.apply(Event.SWAPPED, **facts):  # what was published before sleeps
+            self._state.apply(Event.LOAD)
+            self._state.apply(Event.LOADED)
+            self._state.apply(Event.WARMED, **facts)
         return pb.PublishResponse(before=before)
 
     @_answered

@@ -203,6 +203,24 @@ def test_a_model_that_sleeps_gives_memory_back_and_wakes_as_it_was(fresh: Shelf,
     assert answer.ids == fresh.said_by("one", PROMPTS[2], 12)
 
 
+def test_a_model_is_loaded_and_published_while_another_sleeps(fresh: Shelf, tmp_path: Path) -> None:
+    sleeper = fresh.published()
+    fresh.control.sleep(sleeper, False)
+    shutil.copytree(fresh.models["two"].path, tmp_path / "spoiled")
+    truncated(tmp_path / "spoiled")
+    code, _ = fresh.control.refusal(tmp_path / "spoiled", fresh.generation())
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert fresh.held() == {sleeper: "sleeping"}
+    generation = fresh.generation()
+    fresh.control.load(fresh.models["two"].path, generation)
+    assert fresh.control.publish(generation) == sleeper
+    (answer,) = fresh.router().run(Ask(PROMPTS[2], 12))
+    assert answer.ids == fresh.said_by("two", PROMPTS[2], 12)
+    fresh.control.unload(sleeper)
+    (answer,) = fresh.router(generation).run(Ask(PROMPTS[2], 12))
+    assert answer.ids == fresh.said_by("two", PROMPTS[2], 12)
+
+
 def truncated(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])

@@ -353,6 +353,45 @@ async def test_sleeping_refuses_and_a_waking_model_lets_requests_wait(bench: Ben
     assert bench.state() is State.READY
 
 
+async def test_a_load_that_fails_leaves_the_sleeper_to_be_woken(bench: Bench) -> None:
+    await bench.changes.sleep(False)
+    bench.control.outcomes = [BAD]
+    assert "cut short" in await refused(bench, OTHER)
+    assert bench.state() is State.SLEEPING
+    with pytest.raises(NotReadyError, match="first sleeps"):
+        await bench.ask()
+    await bench.changes.wake()
+    assert bench.serving == ("first", 1)
+    assert (await bench.ask()).ending.generated_tokens == 3
+
+
+async def test_a_model_that_was_loaded_beside_a_sleeper_takes_its_place(bench: Bench) -> None:
+    await bench.changes.sleep(False)
+    change = await bench.changes.load(OTHER)
+    await settled(bench)
+    assert change.plan == "beside"
+    assert bench.control.names == ["sleep", "load", "publish", "unload"]
+    assert bench.control.calls[-1] == ("unload", 1)
+    assert bench.serving == ("other", change.generation)
+    assert bench.state() is State.READY
+    with pytest.raises(ModelChangeError, match="no model sleeps"):
+        await bench.changes.wake()
+    assert bench.serving == ("other", change.generation)
+
+
+@pytest.mark.parametrize("plan", ["auto", "drain"])
+async def test_short_of_memory_the_sleeper_goes_first(bench: Bench, plan: str) -> None:
+    await bench.changes.sleep(False)
+    bench.control.outcomes = [SHORT] if plan == "auto" else []
+    change = await bench.changes.load(Wish("other", plan=plan))
+    assert change.plan == "empty"
+    assert [name for name in bench.control.names if name != "sleep"] == (
+        ["load"] * (plan == "auto") + ["unload", "load", "publish"]
+    )
+    assert bench.serving == ("other", change.generation)
+    assert bench.state() is State.READY
+
+
 async def test_a_change_can_be_followed_from_any_moment_to_its_end(bench: Bench) -> None:
     bench.control.gate.clear()
     task = bench.changes.start(bench.changes.load(OTHER))
