@@ -171,8 +171,9 @@ async def test_numbers_that_are_none_are_the_clients_fault_and_reach_no_shard(
 @pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
 def test_no_wire_brings_a_number_to_the_shard_that_is_not_above_zero_and_finite(field: str, value: float) -> None:
+    given: dict[str, Any] = {field: value}
     with pytest.raises(RequestError, match=f"`{field}` must be strictly positive"):
-        check_parameters(dataclasses.replace(Parameters(), **{field: value}), Limits(2, 4, 5, 100, 200))
+        check_parameters(Parameters(**given), Limits(2, 4, 5, 100, 200))
 
 
 async def test_a_taken_port_is_named(tmp_path: Path) -> None:
