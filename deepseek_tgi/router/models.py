@@ -79,24 +79,26 @@ class Models:
 
         Raises: `NotReadyError` if there is none or it takes too long, `OverloadedError` if too many wait already.
         """
-        if self.open is not None:
-            return self.open
+        model = self.open
+        if model is not None:
+            return model
         if self._refusal is None and self.held >= self._most_held:
             raise OverloadedError("Model is overloaded")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._hold_seconds
         self.held += 1
         try:
-            while self.open is None:
+            while model is None:
                 if self._refusal is not None:
                     # A new one each time: an error that is raised again keeps the frames of all who met it.
                     raise NotReadyError(self._refusal)
                 await asyncio.wait_for(self._settled.wait(), deadline - loop.time())
+                model = self.open
         except (asyncio.TimeoutError, TimeoutError):
             raise NotReadyError(f"The model is still being changed after {self._hold_seconds:g} s") from None
         finally:
             self.held -= 1
-        return self.open
+        return model
 
     def handler(self, key: tuple[str, str]) -> Handler:
         """The handler of a route that belongs to whichever model serves."""
