@@ -268,6 +268,8 @@ class ModelChanges:
         )
         try:
             loaded = await self._control.load(request, self._told(change))
+        except ModelChangeError as error:
+            raise ModelChangeError(f"{error}{self.repository.hint(wish.model_id)}", error.kind) from error
         except DeepseekTgiError:
             raise
         except Exception as error:

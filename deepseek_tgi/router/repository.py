@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG = "config.json"
+SHOWN = 10
+"""Names that a refusal lists."""
 
 
 class Repository:
@@ -24,3 +26,10 @@ class Repository:
         if self._folder is not None and name in self.names():
             return str(self._folder / name)
         return name
+
+    def hint(self, name: str) -> str:
+        """What to add to the refusal of a name that may have been meant for the repository; empty if it was not."""
+        names = self.names()
+        if not names or name in names or "/" in name:
+            return ""
+        return f"; the repository holds {', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}"

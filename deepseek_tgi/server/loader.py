@@ -78,7 +78,11 @@ class Loading:
     def __init__(self, recipe: Recipe, source: Source, demand: Demand, device: str) -> None:
         """`device` is where this process computes."""
         self._config = dataclasses.replace(
-            recipe.config, model_id=source.model_id, revision=source.revision, weights_cache_override=None
+            recipe.config,
+            model_id=source.model_id,
+            revision=source.revision,
+            quantize=source.quantize,  # what the process was started with is the first model's
+            weights_cache_override=None,
         )
         self._source = source
         self._demand = demand

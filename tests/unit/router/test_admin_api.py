@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_control import FakeControl
+from fake_control import BAD, FakeControl
 from router_bench import Bench, router_bench
 
 from deepseek_tgi.pb import inference_pb2 as oip
@@ -109,6 +109,23 @@ async def test_nothing_to_unload_is_said_plainly(bench: Bench) -> None:
     assert (await bench.client.post("/admin/models/unload")).status_code == 200
     answer = await bench.client.post("/admin/models/unload")
     assert (answer.status_code, answer.json()["error"]) == (409, "no model is served")
+
+
+async def test_a_name_that_is_not_in_the_repository_is_refused_with_those_that_are(
+    tmp_path: Path, control: FakeControl
+) -> None:
+    for name in ("small", "large"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "config.json").write_text("{}")
+    (tmp_path / "models" / "empty").mkdir()
+    environ = {"DEEPSEEK_TGI_ADMIN_TOKEN": TOKEN, "DEEPSEEK_TGI_MODEL_REPOSITORY": str(tmp_path / "models")}
+    async with router_bench(tmp_path, environ=environ, control=control) as bench:
+        bench.client.headers.update(HEADERS)
+        for name, said in (("smal", "cut short; the repository holds large, small"), ("small", "cut short")):
+            control.outcomes = [BAD]
+            error = (await bench.post("/admin/models/load", {"model_id": name})).json()["error"]
+            assert error.endswith(said)
+    assert [value for name, value in control.calls if name == "load"] == ["smal", str(tmp_path / "models" / "small")]
 
 
 async def test_a_change_goes_on_if_whoever_asked_for_it_leaves(bench: Bench, control: FakeControl) -> None:
