@@ -60,14 +60,15 @@ def assemble(
     *,
     generation: int | None = None,
     owner: Owner | None = None,
+    directory: Directory | None = None,
 ) -> Router:
     """Build the door for shards that were introduced already and hold the model as `generation`.
 
-    `owner` is the state that the door shows; None: of a door that is ready.
+    `owner` is the state that the door shows; None: of a door that is ready. `directory` is where it is shown by name.
     """
     shared = Shared.made_for(config, shards, facts, owner or _ready_owner(config.model_id))
     first = shared.model(config, facts, files, generation)
-    directory = Directory(shared.owner, *GRPC_SERVICES)
+    directory = directory or Directory(shared.owner, *GRPC_SERVICES)
     model_state = ModelState(shared.owner, directory, first.name)
     models = Models(first, config.hold_timeout, config.max_concurrent_requests, model_state)
     changes = None

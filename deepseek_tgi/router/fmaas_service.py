@@ -24,7 +24,6 @@ from deepseek_tgi.router.served_model import ServedModel
 from deepseek_tgi.router.stop_text import StopText
 from deepseek_tgi.router.tokens import Token, TokenEvent
 
-FMAAS = "fmaas.GenerationService"
 DEFAULT_NEW_TOKENS = 20
 MAX_PROMPTS = 256
 

@@ -7,7 +7,6 @@ certificate it signed are let in.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -16,12 +15,15 @@ from grpc_reflection.v1alpha import reflection
 
 from deepseek_tgi.errors import ResourceError
 from deepseek_tgi.pb import fmaas_pb2_grpc, inference_pb2_grpc
+from deepseek_tgi.probes.grpc_health import Directory, add_health
+from deepseek_tgi.probes.owner import Owner
 from deepseek_tgi.router.assembly import Router
 from deepseek_tgi.router.certificates import Certificates, read
 from deepseek_tgi.router.config import RouterConfig
-from deepseek_tgi.router.fmaas_service import FMAAS, FmaasService
+from deepseek_tgi.router.fmaas_service import FmaasService
 from deepseek_tgi.router.grpc_calls import Calls, Doorkeeper
 from deepseek_tgi.router.inference_service import INFERENCE, InferenceService
+from deepseek_tgi.router.late_services import FMAAS, Handlers, LateServices
 
 logger = logging.getLogger(__name__)
 
@@ -30,23 +32,18 @@ KEEPALIVE_ANSWER_MS = 20_000
 MIN_PING_INTERVAL_MS = 5_000
 MAX_STREAMS_A_CONNECTION = 1000
 
-AddService = Callable[[grpc.aio.Server], str]
-"""Adds one more service to a server; its full name."""
-
 
 class GrpcPort:
-    """The server behind the port; made and used on the event loop."""
+    """The server behind the port; made and used on the event loop. Health is told from the start, as on HTTP."""
 
-    def __init__(self, config: RouterConfig, router: Router, more: tuple[AddService, ...] = ()) -> None:
+    def __init__(self, config: RouterConfig, directory: Directory, owner: Owner) -> None:
         """Bind. Raises `ConfigError` for certificates that do not fit, `ResourceError` for a port that is taken."""
         credentials = credentials_of(config)
-        state = router.state
-        calls = Calls(Doorkeeper.of(config), state.traffic, state.spans, state.infer)
+        self._config = config
+        self._late = LateServices(owner)
         self._server = grpc.aio.server(options=options_of(config), maximum_concurrent_rpcs=None)
-        fmaas_pb2_grpc.add_GenerationServiceServicer_to_server(FmaasService(calls, router.models), self._server)
-        service = InferenceService(calls, router.models, router.changes, router.owner)
-        inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
-        names = [FMAAS, INFERENCE, *(add(self._server) for add in more), reflection.SERVICE_NAME]
+        self._server.add_generic_rpc_handlers((self._late,))
+        names = [FMAAS, INFERENCE, add_health(directory, self._server), reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
         host = f"[{config.hostname}]" if ":" in config.hostname else config.hostname
         address = f"{host}:{config.grpc_port}"
@@ -57,6 +54,15 @@ class GrpcPort:
                 self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise ResourceError(f"gRPC: {address}: cannot listen; free the port or choose another") from error
+
+    def open(self, router: Router) -> None:
+        """Let the services that need a model answer from now on."""
+        state, handlers = router.state, Handlers()
+        calls = Calls(Doorkeeper.of(self._config), state.traffic, state.spans, state.infer)
+        fmaas_pb2_grpc.add_GenerationServiceServicer_to_server(FmaasService(calls, router.models), handlers)
+        service = InferenceService(calls, router.models, router.changes, router.owner)
+        inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, handlers)
+        self._late.open(handlers)
 
     async def start(self) -> None:
         """Take calls."""

@@ -37,36 +37,46 @@ KNOWN = frozenset(
 T = TypeVar("T")
 
 
-class InferenceService(inference_pb2_grpc.GRPCInferenceServiceServicer):
+class ServerFacts(inference_pb2_grpc.GRPCInferenceServiceServicer):
+    """What can be said of a server without a model; as every probe says it."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Any) -> pb.ServerLiveResponse:
+        """False if it should be started anew."""
+        return pb.ServerLiveResponse(live=self._owner.current.report.live)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
+        """True if some model takes requests."""
+        return pb.ServerReadyResponse(ready=self._ready())
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Any) -> pb.ServerMetadataResponse:
+        """Name, version and extensions."""
+        return pb.ServerMetadataResponse(name=NAME, version=__version__, extensions=EXTENSIONS)
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
+        """There is none."""
+        return pb.ModelReadyResponse(ready=False)
+
+    def _ready(self) -> bool:
+        return self._owner.current.report.ready
+
+
+class InferenceService(ServerFacts):
     """Facts are told to anybody; generating and changing the model is not."""
 
     def __init__(self, calls: Calls, models: Models, changes: ModelChanges | None, owner: Owner) -> None:
+        super().__init__(owner)
         self.calls = calls
-        self._owner = owner
         self._models = models
         self._changes = changes
 
-    @answered
-    async def ServerLive(self, request: pb.ServerLiveRequest, context: Any) -> pb.ServerLiveResponse:
-        """As every probe says."""
-        return pb.ServerLiveResponse(live=self._owner.current.report.live)
-
-    @answered
-    async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
-        """As every probe says: true if some model takes requests."""
-        return pb.ServerReadyResponse(ready=self._ready())
-
-    @answered
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
         """True if this model takes requests; its version is its generation."""
         model = self._models.open
         named = model is not None and request.name == model.name and _is_version(request.version, model)
         return pb.ModelReadyResponse(ready=named and self._ready())
-
-    @answered
-    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Any) -> pb.ServerMetadataResponse:
-        """Name, version and extensions."""
-        return pb.ServerMetadataResponse(name=NAME, version=__version__, extensions=EXTENSIONS)
 
     @answered
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
@@ -161,9 +171,6 @@ class InferenceService(inference_pb2_grpc.GRPCInferenceServiceServicer):
         if self._changes is None:
             raise ForbiddenError("these shards cannot change their model")
         return self._changes
-
-    def _ready(self) -> bool:
-        return self._owner.current.report.ready
 
     def _named(self, model: ServedModel | None, name: str, version: str) -> ServedModel:
         if model is None or name != model.name or not _is_version(version, model):

@@ -10,16 +10,15 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from functools import partial
 
 import uvloop
 
 from deepseek_tgi.errors import DeepseekTgiError, ResourceError
-from deepseek_tgi.probes.grpc_health import add_health
+from deepseek_tgi.probes.grpc_health import Directory
 from deepseek_tgi.probes.http_face import ProbePort, asker_of
 from deepseek_tgi.probes.owner import Owner
 from deepseek_tgi.probes.state import Event
-from deepseek_tgi.router.assembly import Router, assemble
+from deepseek_tgi.router.assembly import assemble
 from deepseek_tgi.router.certificates import check_certificates
 from deepseek_tgi.router.client import ShardClient
 from deepseek_tgi.router.config import RouterConfig, from_sources
@@ -28,6 +27,7 @@ from deepseek_tgi.router.door import Door
 from deepseek_tgi.router.grpc_port import GrpcPort
 from deepseek_tgi.router.listener import bind
 from deepseek_tgi.router.model_files import load_model_files
+from deepseek_tgi.router.model_state import GRPC_SERVICES
 from deepseek_tgi.router.serving import CLOSE_SECONDS, Http, Serving
 from deepseek_tgi.router.spans import Spans
 from deepseek_tgi.router.startup import introduce
@@ -66,12 +66,14 @@ async def serve(config: RouterConfig) -> int:
         asyncio.get_running_loop().add_signal_handler(number, starting.cancel)
     owner = Owner()
     owner.apply(Event.LOAD, model=config.model_id, stage="waiting for the shards")
+    directory = Directory(owner, *GRPC_SERVICES, config.model_id)
     with contextlib.closing(bind(config.hostname, config.port)) as listener, probe_port(config, owner):
         files = await asyncio.to_thread(load_model_files, config)
         tracing = set_up(config.otlp_endpoint, config.otlp_service_name, _lost)
         door = Door(owner)
         try:
-            async with opened_early(door, listener, wanted=config.await_shards > 0) as http:
+            early = opened_early(door, listener, wanted=config.await_shards > 0)
+            async with early as http, grpc_port(config, directory, owner) as port:
                 await _shards_up(config)
                 spans = Spans(tracing.tracer if config.otlp_endpoint else None)
                 shards = await ShardClient.connect(config.master_shard_uds_path, spans)
@@ -81,10 +83,13 @@ async def serve(config: RouterConfig) -> int:
                     generation = await ControlClient(shards.channels).published()
                     if generation is None and config.admin_token is not None:
                         logger.warning("these shards cannot change their model: there are no /admin routes")
-                    router = assemble(config, shards, facts, files, generation=generation, owner=owner)
+                    router = assemble(
+                        config, shards, facts, files, generation=generation, owner=owner, directory=directory
+                    )
                     door.open(router.app)
-                    async with grpc_port(config, router):
-                        return await Serving(config, owner, router, shards).run(http or Http(door, listener))
+                    if port is not None:
+                        port.open(router)
+                    return await Serving(config, owner, router, shards).run(http or Http(door, listener))
                 finally:
                     await shards.close()
         finally:
@@ -92,17 +97,17 @@ async def serve(config: RouterConfig) -> int:
 
 
 @contextlib.asynccontextmanager
-async def grpc_port(config: RouterConfig, router: Router) -> AsyncIterator[None]:
+async def grpc_port(config: RouterConfig, directory: Directory, owner: Owner) -> AsyncIterator[GrpcPort | None]:
     """The gRPC services, if they are to have a port."""
     if not config.grpc_port:
-        yield
+        yield None
         return
-    port = GrpcPort(config, router, (partial(add_health, router.directory),))
+    port = GrpcPort(config, directory, owner)
     await port.start()
     try:
-        yield
+        yield port
     finally:
-        router.directory.close()
+        directory.close()
         await port.stop(CLOSE_SECONDS)
 
 

@@ -13,13 +13,19 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_bench import router_bench
 
 from deepseek_tgi.errors import ConfigError, RequestError, ResourceError
 from deepseek_tgi.pb import fmaas_pb2, fmaas_pb2_grpc, inference_pb2, inference_pb2_grpc
+from deepseek_tgi.probes.grpc_health import Directory
+from deepseek_tgi.probes.owner import Owner
+from deepseek_tgi.probes.state import Event
 from deepseek_tgi.router.certificates import check_certificates
 from deepseek_tgi.router.config import RouterConfig
 from deepseek_tgi.router.grpc_port import GrpcPort, credentials_of
+from deepseek_tgi.router.late_services import FMAAS
+from deepseek_tgi.router.model_state import GRPC_SERVICES
 from deepseek_tgi.router.requests import Parameters
 from deepseek_tgi.router.stop_text import StopText
 from deepseek_tgi.router.validation import Limits, check_parameters
@@ -74,7 +80,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 async def served(folder: Path, **options: Any) -> AsyncIterator[int]:
     async with router_bench(folder) as bench:
         config = dataclasses.replace(bench.router.state.config, hostname="127.0.0.1", grpc_port=0, **options)
-        port = GrpcPort(config, bench.router)
+        port = GrpcPort(config, bench.router.directory, bench.router.owner)
+        port.open(bench.router)
         await port.start()
         try:
             yield port.port
@@ -112,6 +119,52 @@ async def test_only_clients_with_a_signed_certificate_come_in_and_they_may_do_al
         async with grpc.aio.insecure_channel(address) as channel:
             plain: Any = fmaas_pb2_grpc.GenerationServiceStub(channel)
             assert await status(plain.Generate(WISH, timeout=5)) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_port_tells_the_state_before_there_is_a_model_and_serves_when_there_is(tmp_path: Path) -> None:
+    async with router_bench(tmp_path) as bench:
+        owner = Owner()
+        directory = Directory(owner, *GRPC_SERVICES)
+        config = dataclasses.replace(bench.router.state.config, hostname="127.0.0.1", grpc_port=0)
+        port = GrpcPort(config, directory, owner)
+        await port.start()
+        owner.apply(Event.LOAD, stage="waiting for the shards")
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port.port}") as channel:
+                health: Any = health_pb2_grpc.HealthStub(channel)
+                inference: Any = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+                generation: Any = fmaas_pb2_grpc.GenerationServiceStub(channel)
+                watch = health.Watch(health_pb2.HealthCheckRequest(service=FMAAS))
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+                assert (await inference.ServerLive(inference_pb2.ServerLiveRequest())).live
+                assert not (await inference.ServerReady(inference_pb2.ServerReadyRequest())).ready
+                name = inference_pb2.ModelReadyRequest(name=config.model_id)
+                assert not (await inference.ModelReady(name)).ready
+                single = fmaas_pb2.SingleGenerationRequest(request=WISH.requests[0])
+                for call in (
+                    generation.Generate(WISH, timeout=5),
+                    generation.GenerateStream(single, timeout=5).read(),
+                    inference.ModelStreamInfer(timeout=5).read(),  # nothing is sent, and nothing waited for
+                    inference.RepositoryIndex(inference_pb2.RepositoryIndexRequest(), timeout=5),
+                ):
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await call
+                    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+                    assert caught.value.details() == "The server is not ready: loading, waiting for the shards"
+                nothing = channel.unary_unary("/other.Service/Call")
+                with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+                    await nothing(b"", timeout=5)
+
+                port.open(bench.router)
+                owner.apply(Event.LOADED)
+                owner.apply(Event.WARMED)
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+                assert len((await generation.Generate(WISH)).responses) == 1
+                assert (await inference.ModelReady(name)).ready
+                watch.cancel()
+        finally:
+            directory.close()
+            await port.stop(1)
 
 
 async def test_without_a_token_nobody_changes_models(tmp_path: Path) -> None:
@@ -152,7 +205,8 @@ async def test_numbers_that_are_none_are_the_clients_fault_and_reach_no_shard(
 ) -> None:
     async with router_bench(tmp_path) as bench:
         config = dataclasses.replace(bench.router.state.config, hostname="127.0.0.1", grpc_port=0)
-        port = GrpcPort(config, bench.router)
+        port = GrpcPort(config, bench.router.directory, bench.router.owner)
+        port.open(bench.router)
         await port.start()
         request = wish(**parameters)
         request.model_name = bench.router.state.config.model_id
@@ -181,7 +235,7 @@ async def test_a_taken_port_is_named(tmp_path: Path) -> None:
     async with served(tmp_path) as port, router_bench(tmp_path / "other") as bench:
         config = dataclasses.replace(bench.router.state.config, hostname="127.0.0.1", grpc_port=port)
         with pytest.raises(ResourceError, match=f"127.0.0.1:{port}"):
-            GrpcPort(config, bench.router)
+            GrpcPort(config, bench.router.directory, bench.router.owner)
 
 
 @pytest.mark.parametrize(
