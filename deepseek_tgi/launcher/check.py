@@ -55,9 +55,17 @@ WITHOUT_EFFECT = (*("disable_custom_kernels", "lora_adapters", "ngrok", "specula
 """Options of TGI that are taken and passed on, and that no process of ours acts on."""
 
 
-def given_without_effect(origins: Mapping[str, str]) -> list[str]:
-    """Where those of `WITHOUT_EFFECT` that somebody gave come from: to be said, not to be swallowed."""
-    return [origins[name] for name in WITHOUT_EFFECT if origins[name] != "default"]
+OF_OUR_ROUTER = (
+    *("admin_token", "model_repository", "hold_timeout", "drain_timeout", "shutdown_delay"),
+    *("grpc_port", "grpc_tls_cert", "grpc_tls_key", "grpc_client_ca", "grpc_max_message"),
+)
+"""Options that the embedded router acts on, and TGI's does not know."""
+
+
+def given_without_effect(origins: Mapping[str, str], stock_router: bool) -> list[str]:
+    """Where those that somebody gave, and that do nothing here, come from: to be said, not to be swallowed."""
+    names = (*WITHOUT_EFFECT, *(OF_OUR_ROUTER if stock_router else ()))
+    return [origins[name] for name in names if origins[name] != "default"]
 
 
 def max_input_tokens(config: LauncherConfig) -> int | None:

@@ -116,8 +116,10 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     signals = StopSignals()
     signals.install()
     check(config, environ)
-    if ignored := given_without_effect(resolved.origins):
-        logger.warning("Without effect on this backend: %s", ", ".join(ignored))
+    stock = router.stock_router(config, environ.get("PATH")) is not None
+    if ignored := given_without_effect(resolved.origins, stock):
+        whose = "on this backend behind TGI's own router" if stock else "on this backend"
+        logger.warning("Without effect %s: %s", whose, ", ".join(ignored))
     model = config.weights_cache_override or prepared_model(config.model_id, environ, signals)
     return launch(config, model, environ, signals) if model is not None else 0
 

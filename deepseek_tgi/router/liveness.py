@@ -34,19 +34,23 @@ class Liveness:
         """Let the shard generate one token. Raises `ShardError` if it does not."""
         await self._shards.prefill(liveness_batch(), timeout=DUMMY_TIMEOUT_S)
 
-    async def check(self) -> bool:
-        """Ask the shard, or let it generate one token if the last news was bad."""
+    async def check(self, may_generate: bool = True) -> bool:
+        """Ask the shard, or let it generate one token if the last news was bad.
+
+        Where no model takes requests there is none that could: then the shard is asked, and the bad news stands.
+        """
         try:
-            if self.healthy:
+            if self.healthy or not may_generate:
                 await self._shards.health()
             else:
                 await self.prove()
         except ShardError as error:
             logger.error("the shard is not healthy: %s", error)
             self.healthy = False
-        else:
+            return False
+        if may_generate:
             self.healthy = True
-        return self.healthy
+        return True
 
 
 def liveness_batch() -> pb.Batch:

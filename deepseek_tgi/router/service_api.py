@@ -27,7 +27,7 @@ class ServiceApi:
 
     async def health(self, exchange: Exchange) -> None:
         """GET /health, /ping, /: is the shard alive. Load does not matter."""
-        if not await self._state.liveness.check():
+        if not await self._state.liveness.check(may_generate=self._models.open is not None):
             raise UnhealthyError
         await exchange.respond(200)
 

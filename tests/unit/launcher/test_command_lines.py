@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import socket
 from collections.abc import Iterator, Mapping
@@ -158,6 +159,13 @@ def test_contradicting_options_are_refused(config: dict[str, Any], message: str)
 def test_doors_that_could_not_open_later_are_refused_now(config: dict[str, Any], stock: bool, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check.check_doors(LauncherConfig(**{"model_id": "m", "hostname": "127.0.0.1", **config}), stock)
+
+
+def test_what_only_our_router_knows_has_an_effect_where_it_runs() -> None:
+    origins = dict.fromkeys((each.name for each in dataclasses.fields(LauncherConfig)), "default")
+    origins |= {"grpc_port": "flag --grpc-port", "speculate": "environment SPECULATE", "port": "flag --port"}
+    assert check.given_without_effect(origins, stock_router=False) == ["environment SPECULATE"]
+    assert check.given_without_effect(origins, stock_router=True) == ["environment SPECULATE", "flag --grpc-port"]
 
 
 @pytest.mark.parametrize("flag", ["port", "probe_port", "grpc_port"])

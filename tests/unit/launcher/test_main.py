@@ -313,9 +313,10 @@ def test_a_killed_launcher_leaves_nobody(launch: Launch) -> None:
 
 
 def test_options_that_do_nothing_are_named(launch: Launch) -> None:
-    launcher = launch("--speculate", "2", "--cuda-memory-fraction", "1.0", LORA_ADAPTERS="a=b")
+    launcher = launch("--speculate", "2", "--admin-token", "t", "--drain-timeout", "9", LORA_ADAPTERS="a=b")
     launcher.wait_for("Starting shard")
-    assert "Without effect on this backend: environment LORA_ADAPTERS, flag --speculate" in launcher.words()
+    named = "environment LORA_ADAPTERS, flag --speculate, flag --admin-token, flag --drain-timeout"
+    assert f"Without effect on this backend behind TGI's own router: {named}" in launcher.words()
 
 
 @pytest.mark.parametrize(

@@ -135,3 +135,15 @@ async def test_a_change_goes_on_if_whoever_asked_for_it_leaves(bench: Bench, con
     await asyncio.sleep(0.05)
     control.gate.set()
     await bench.until(lambda: bench.router.models.open is not None and bench.router.models.open.name == "other")
+
+
+async def test_health_asks_no_generation_of_a_server_that_has_no_model(bench: Bench) -> None:
+    """After a generation that failed it would: none can succeed, and whoever restarts by it would restart for ever."""
+    bench.shard.fail_next["Prefill"] = "boom"
+    assert (await bench.post("/generate", {"inputs": "hello"})).status_code == 424
+    assert (await bench.client.post("/admin/models/unload")).status_code == 200
+    assert (await bench.client.get("/health")).status_code == 200
+    assert bench.shard.count("Liveness") == 0
+    assert (await bench.post("/admin/models/load", {"model_id": "other"})).status_code == 200
+    assert (await bench.client.get("/health")).status_code == 200
+    assert bench.shard.count("Liveness") == 1, "the bad news was forgotten"
