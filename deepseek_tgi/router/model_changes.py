@@ -20,21 +20,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from deepseek_tgi.errors import DeepseekTgiError, ResourceError
-from deepseek_tgi.pb import control_pb2 as pb
-from deepseek_tgi.router.change import Change, Wish, files_of
-from deepseek_tgi.router.config import RouterConfig
+from deepseek_tgi.router.change import Change, Wish
 from deepseek_tgi.router.control import ControlClient
 from deepseek_tgi.router.errors import ModelChangeError
+from deepseek_tgi.router.loads import ModelLoads
 from deepseek_tgi.router.models import NOTHING_LOADED, Models
-from deepseek_tgi.router.repository import Repository
-from deepseek_tgi.router.served_model import ServedModel, Shared, idle, renamed
-from deepseek_tgi.router.startup import facts_of
+from deepseek_tgi.router.served_model import ServedModel, Shared
 
 logger = logging.getLogger(__name__)
 
 KEPT_CHANGES = 20
-KEPT_BLOCKS = 1
-"""Besides those of a longest request: what a shrunk cache keeps."""
 
 
 class ModelChanges:
@@ -43,15 +38,14 @@ class ModelChanges:
     def __init__(self, shared: Shared, models: Models, control: ControlClient, generation: int) -> None:
         """`generation` is the first model's."""
         self.models = models
-        self.repository = Repository(shared.config.model_repository)
         self.history: list[Change] = []
         self.asleep: ServedModel | None = None
         self._shared = shared
         self._control = control
-        self._generation = generation
+        self._loads = ModelLoads(shared, models, control, generation, self._told)
+        self.repository = self._loads.repository
         self._running: Change | None = None
         self._moved = asyncio.Event()
-        self._retiring: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[Change]] = set()
 
     @property
@@ -80,13 +74,14 @@ class ModelChanges:
         """Serve nothing: new requests are refused, what runs ends, the memory is given back."""
         async with self._change("unload", name or "") as change:
             if self.asleep is not None:
+                change.model = self.asleep.name
                 await self._forget_sleeper()
                 return change
             model = self._named(name)
             change.model = model.name
             self.models.refuse(NOTHING_LOADED)
-            await self._until_idle(model, change)
-            await self._gone(model)
+            await self._loads.until_idle(model, change)
+            await self._loads.gone(model)
         return change
 
     async def sleep(self, drop_weights: bool) -> Change:
@@ -95,7 +90,7 @@ class ModelChanges:
             model = self._named(None)
             change.model = model.name
             self.models.refuse(f"{model.name} sleeps")
-            await self._until_idle(model, change)
+            await self._loads.until_idle(model, change)
             assert model.generation is not None
             await self._control.sleep(model.generation, drop_weights)
             self.asleep = model
@@ -151,7 +146,7 @@ class ModelChanges:
 
     async def close(self) -> None:
         """Give up what goes on."""
-        tasks: list[asyncio.Task[Any]] = [*self._retiring, *self._tasks]
+        tasks: list[asyncio.Task[Any]] = [*self._loads.leaving, *self._tasks]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -162,7 +157,7 @@ class ModelChanges:
     async def _beside(self, wish: Wish, change: Change, old: ServedModel) -> None:
         change.plan = "beside"
         try:
-            await self._publish(await self._loaded(wish, change), change)
+            await self._loads.publish(await self._loads.loaded(wish, change), change)
         except ModelChangeError as error:
             if error.kind is not ResourceError or wish.plan != "auto":
                 raise
@@ -170,16 +165,16 @@ class ModelChanges:
             if not await self._beside_shrunk(wish, change, old):
                 await self._drained(wish, change, old)
                 return
-        self._retire(old)
+        self._loads.retire(old)
 
     async def _beside_shrunk(self, wish: Wish, change: Change, old: ServedModel) -> bool:
         """Once more, with what the old model's cache has free; false if memory is short still."""
         change.plan = "shrink"
-        withheld = await self._shrink(old)
+        withheld = await self._loads.shrink(old)
         try:
-            await self._publish(await self._loaded(wish, change), change)
+            await self._loads.publish(await self._loads.loaded(wish, change), change)
         except BaseException as error:
-            await self._grow(old, withheld)
+            await self._loads.grow(old, withheld)
             if not isinstance(error, ModelChangeError) or error.kind is not ResourceError:
                 raise
             logger.warning("%s: %s; %s is drained first", wish.model_id, error, old.name)
@@ -195,14 +190,14 @@ class ModelChanges:
             return False
         change.plan = "beside"
         try:
-            await self._publish(await self._loaded(wish, change), change)
+            await self._loads.publish(await self._loads.loaded(wish, change), change)
         except ModelChangeError as error:
             if error.kind is not ResourceError or wish.plan != "auto":
                 raise
             logger.warning("%s: %s; %s, which sleeps, is unloaded first", wish.model_id, error, sleeper.name)
             return False
         self.asleep = None
-        self._retire(sleeper)
+        self._loads.retire(sleeper)
         return True
 
     async def _drained(self, wish: Wish, change: Change, old: ServedModel) -> None:
@@ -211,17 +206,17 @@ class ModelChanges:
         self.models.hold()
         started = time.monotonic()
         try:
-            await self._until_idle(old, change)
+            await self._loads.until_idle(old, change)
         except ModelChangeError:
             self.models.resume()
             raise
         try:
-            await self._gone(old)
-            await self._publish(await self._loaded(wish, change), change)
+            await self._loads.gone(old)
+            await self._loads.publish(await self._loads.loaded(wish, change), change)
         except DeepseekTgiError as error:
             logger.error("%s: %s; %s is loaded again", wish.model_id, error, old.name)
             try:
-                await self._publish(await self._loaded(before, change, old.state.config), change)
+                await self._loads.publish(await self._loads.loaded(before, change, old.state.config), change)
             except DeepseekTgiError as worse:
                 self.models.refuse(NOTHING_LOADED)
                 raise ModelChangeError(
@@ -236,127 +231,17 @@ class ModelChanges:
         self.models.hold()
         started = time.monotonic()
         try:
-            await self._publish(await self._loaded(wish, change), change)
+            await self._loads.publish(await self._loads.loaded(wish, change), change)
         except BaseException:
             self.models.refuse(NOTHING_LOADED)
             raise
         change.pause_s = time.monotonic() - started
 
-    async def _loaded(self, wish: Wish, change: Change, known: RouterConfig | None = None) -> ServedModel:
-        """A model that the shards hold and that nobody gets yet; a failure leaves nothing behind.
-
-        `known` is how it was served before, if it was.
-        """
-        self._generation = max([self._generation, *(each.newest for each in await self._control.status())]) + 1
-        generation = self._generation
-        config = self._shared.config
-        source = self.repository.resolve(wish.model_id)
-        request = pb.LoadRequest(
-            generation=generation,
-            source=pb.Source(
-                model_id=source,
-                revision=wish.revision,
-                quantize=wish.quantize,
-                manifest_sha256=wish.manifest_sha256,
-            ),
-            limits=pb.Limits(
-                max_input_tokens=config.max_input_tokens,
-                max_prefill_tokens=config.max_batch_prefill_tokens,
-                max_total_tokens=config.max_total_tokens,
-                max_batch_size=config.max_batch_size,
-            ),
-        )
-        try:
-            loaded = await self._control.load(request, self._told(change))
-        except ModelChangeError as error:
-            raise ModelChangeError(f"{error}{self.repository.hint(wish.model_id)}", error.kind) from error
-        except DeepseekTgiError:
-            raise
-        except Exception as error:
-            raise _unforeseen(wish, error) from error
-        try:
-            named = known or renamed(config, loaded.folder, wish.model_id, wish.revision)
-            files = await asyncio.to_thread(files_of, named, loaded)
-            return self._shared.model(named, facts_of(named, loaded), files, generation)
-        except BaseException as error:
-            await self._undone(generation)
-            if isinstance(error, ModelChangeError) or not isinstance(error, Exception):
-                raise
-            if isinstance(error, DeepseekTgiError | OSError):
-                raise ModelChangeError(str(error)) from error
-            raise _unforeseen(wish, error) from error
-
-    async def _undone(self, generation: int) -> None:
-        """Have the shards forget a model that nobody will get."""
-        try:
-            await self._control.unload(generation)
-        except DeepseekTgiError as error:
-            logger.error("generation %d could not be unloaded: %s", generation, error)
-
-    async def _publish(self, model: ServedModel, change: Change) -> None:
-        assert model.generation is not None
-        try:
-            await self._control.publish(model.generation)
-        except BaseException:
-            model.close()
-            await self._undone(model.generation)
-            raise
-        self.models.publish(model)
-        change.generation = model.generation
-        logger.info("%s (generation %d) takes the requests, by the plan %s", model.name, model.generation, change.plan)
-
-    def _retire(self, model: ServedModel) -> None:
-        """Unload a model once nobody uses it any more."""
-
-        async def retire() -> None:
-            try:
-                await idle(model, None)
-                await self._gone(model)
-            except DeepseekTgiError as error:
-                logger.error("%s could not be unloaded: %s", model.name, error)
-
-        task = asyncio.create_task(retire(), name=f"retiring {model.name}")
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
-
-    async def _gone(self, model: ServedModel) -> None:
-        assert model.generation is not None
-        self.models.drop(model)
-        freed = await self._control.unload(model.generation)
-        logger.info("%s (generation %d) is unloaded, %d bytes are free", model.name, model.generation, freed)
-
     async def _forget_sleeper(self) -> None:
         model, self.asleep = self.asleep, None
         assert model is not None
-        await self._gone(model)
+        await self._loads.gone(model)
         self.models.refuse(NOTHING_LOADED)
-
-    async def _until_idle(self, model: ServedModel, change: Change) -> None:
-        seconds = self._shared.config.drain_timeout
-        self._told(change)("draining", 0.0)
-        if not await idle(model, seconds):
-            left = model.traffic.active
-            self.models.resume()
-            raise ModelChangeError(f"{left} requests of {model.name} still run after {seconds:g} s; it serves on")
-
-    async def _shrink(self, model: ServedModel) -> list[int]:
-        """Take the free blocks of a model's cache out of use and give their memory back."""
-        blocks, longest = model.scheduler.blocks, model.state.limits.max_total_tokens
-        if blocks is None or model.generation is None:
-            return []
-        withheld = blocks.withhold(blocks.blocks_for(longest) + KEPT_BLOCKS)
-        try:
-            freed = await self._control.discard(model.generation, withheld)
-        except BaseException:
-            blocks.restore(withheld)
-            raise
-        logger.info("%d free blocks of %s are given back, %d bytes", len(withheld), model.name, freed)
-        return withheld
-
-    async def _grow(self, model: ServedModel, withheld: list[int]) -> None:
-        if model.scheduler.blocks is not None and model.generation is not None:
-            await self._control.discard(model.generation, [])
-            model.scheduler.blocks.restore(withheld)
 
     def _named(self, name: str | None) -> ServedModel:
         model = self.models.current
@@ -403,9 +288,3 @@ class ModelChanges:
             change.seconds = time.monotonic() - started
             self._running = None
             self._move(change)
-
-
-def _unforeseen(wish: Wish, error: Exception) -> ModelChangeError:
-    """A load that broke in a way nobody thought of has failed like any other: what served must serve on."""
-    logger.error("loading %s broke", wish.model_id, exc_info=error)
-    return ModelChangeError(f"{wish.model_id}: loading broke: {type(error).__name__}: {error}")

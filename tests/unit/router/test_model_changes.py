@@ -103,7 +103,7 @@ async def refused(bench: Bench, wish: Wish) -> str:
 
 async def settled(bench: Bench) -> None:
     """The old model's retirement is over."""
-    while bench.changes._retiring:
+    while bench.changes._loads.leaving:
         await asyncio.sleep(0.005)
 
 
@@ -351,6 +351,16 @@ async def test_sleeping_refuses_and_a_waking_model_lets_requests_wait(bench: Ben
     await waking
     assert (await waiting).ending.generated_tokens == 3
     assert bench.state() is State.READY
+
+
+async def test_a_sleeper_that_is_unloaded_is_named_in_the_history(bench: Bench) -> None:
+    await bench.changes.sleep(False)
+    await bench.changes.unload()
+    assert [(each.kind, each.model, each.state) for each in bench.changes.history[-2:]] == [
+        ("sleep", "first", "done"),
+        ("unload", "first", "done"),
+    ]
+    assert bench.state() is State.UNLOADED
 
 
 async def test_a_load_that_fails_leaves_the_sleeper_to_be_woken(bench: Bench) -> None:
