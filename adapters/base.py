@@ -160,6 +160,17 @@ class ModelAdapter(ABC):
         """Upper bound of what `open_pool` and `go_on_preparing` take beside weights, cache and a step's workspace."""
         return 0
 
+    def park_weights(self, told: Callable[[], None]) -> int:
+        """Move the weights from their device to the host's memory, and forget what steps make again; bytes of weights.
+
+        No step is taken until `restore_weights`, and no pool is open. On a CPU weights stay where they are. `told`
+        hears of progress. Raises `ResourceError` if the host has no room; then nothing has changed.
+        """
+        return 0
+
+    def restore_weights(self, told: Callable[[], None]) -> None:  # noqa: B027 - most have moved nothing
+        """Undo `park_weights`, bit for bit. Raises `ResourceError` if the device has no room; it may be tried again."""
+
     @property
     def ranks(self) -> Ranks | None:
         """How this rank agrees with the others; None for a model in one process. All ranks return the same logits."""

@@ -10,6 +10,7 @@ import torch
 
 from deepseek_tgi.adapters.decode_graphs import Capture, CudaCapture, DecodeGraphs, GraphSpec, usual_buckets
 from deepseek_tgi.adapters.models.decoder import Decoder
+from deepseek_tgi.adapters.parking import DeviceMemory, ParkedWeights, storages_of
 from deepseek_tgi.adapters.staging import InputStage, check_values
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import GenerationError
@@ -47,7 +48,10 @@ class GpuModel:
 
 
 class GpuSteps:
-    """Owner of what moves inputs to the device and of the graphs over the one pool that is open. For one thread."""
+    """Owner of what moves inputs to the device, of the graphs over the one pool that is open, and of parked weights.
+
+    For one thread.
+    """
 
     def __init__(
         self, model: GpuModel, device: torch.device, make_capture: Callable[[torch.device], Capture] = CudaCapture
@@ -58,6 +62,7 @@ class GpuSteps:
         self._stage = InputStage(device)
         self._pool: KVPool | None = None
         self._graphs: DecodeGraphs | None = None
+        self._parked: ParkedWeights | None = None
 
     def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
         """Logits on the device; those of a replayed step are overwritten by the next one."""
@@ -110,6 +115,21 @@ class GpuSteps:
     def close_pool(self) -> None:
         """Forget the graphs over the pool that was open."""
         self._pool = self._graphs = None
+
+    def park(self, told: Callable[[], None]) -> int:
+        """See `ModelAdapter.park_weights`."""
+        weights = self._model.decoder.weights
+        storages = storages_of(weights, (self._model.kernels, weights.head.group), self._device)
+        parked = ParkedWeights(storages, DeviceMemory(self._device))
+        freed = parked.park(told)
+        self._parked = parked
+        return freed
+
+    def restore(self, told: Callable[[], None]) -> None:
+        """See `ModelAdapter.restore_weights`."""
+        if self._parked is not None:
+            self._parked.restore(told)
+            self._parked = None
 
     def overhead_bytes(self, max_requests: int, max_tokens: int) -> int:
         """See `ModelAdapter.pool_overhead_bytes`."""

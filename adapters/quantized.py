@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -178,6 +179,16 @@ class QuantizedModelAdapter(ModelAdapter):
     def pool_overhead_bytes(self, max_requests: int, max_tokens: int) -> int:
         """See `ModelAdapter`."""
         return 0 if self._gpu is None else self._gpu.overhead_bytes(max_requests, max_tokens)
+
+    def park_weights(self, told: Callable[[], None]) -> int:
+        """See `ModelAdapter`."""
+        self._decoder.forget_scratch()
+        return 0 if self._gpu is None else self._gpu.park(told)
+
+    def restore_weights(self, told: Callable[[], None]) -> None:
+        """See `ModelAdapter`."""
+        if self._gpu is not None:
+            self._gpu.restore(told)
 
     @property
     def ranks(self) -> RankGroup | None:

@@ -155,8 +155,9 @@ def _add_changes(commands: Commands) -> None:
             one.add_argument(_JSON, dest="as_json", action="store_true", help="print one object instead")
         if verb == "sleep":
             one.add_argument(
-                "--drop-weights", action="store_true", help="give the weights back too, and read them again"
+                "--drop-weights", action="store_true", help="give the weights back for good, and read them again"
             )
+            one.add_argument("--keep-pages", action="store_true", help="keep the cache, so that it knows prompts yet")
         if verb == "load":
             one.add_argument("model_id", help="a name of the server's repository, a folder, demo, smollm2 or a hub id")
             one.add_argument("--revision", help="hub revision")
@@ -329,7 +330,7 @@ def _models(parsed: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(line, flush=True)
 
-    known = ("model_id", "revision", "quantize", "manifest_sha256", "plan", "drop_weights")
+    known = ("model_id", "revision", "quantize", "manifest_sha256", "plan", "drop_weights", "keep_pages")
     fields = {name: value for name in known if (value := getattr(parsed, name, None)) is not None}
     if getattr(parsed, "socket", None):
         fields.pop("plan", None)

@@ -94,6 +94,9 @@ class FakeControl(control_pb2_grpc.ModelControlServicer):
 
     async def Sleep(self, request: Any, context: Any) -> pb.SleepResponse:
         self.calls.append(("sleep", request.drop_weights))
+        outcome = self.outcomes.pop(0) if self.outcomes else None
+        if outcome is not None:
+            await context.abort(*outcome)
         return pb.SleepResponse()
 
     async def Wake(self, request: Any, context: Any) -> AsyncIterator[pb.LoadProgress]:

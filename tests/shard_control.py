@@ -51,8 +51,8 @@ class ControlClient:
     def unload(self, generation: int) -> int:
         return int(self.stub.Unload(pb.UnloadRequest(generation=generation)).freed_bytes)
 
-    def sleep(self, generation: int, drop_weights: bool) -> int:
-        request = pb.SleepRequest(generation=generation, drop_weights=drop_weights)
+    def sleep(self, generation: int, drop_weights: bool = False, keep_pages: bool = False) -> int:
+        request = pb.SleepRequest(generation=generation, drop_weights=drop_weights, keep_pages=keep_pages)
         return int(self.stub.Sleep(request, timeout=60).freed_bytes)
 
     def wake(self, generation: int) -> list[str]:

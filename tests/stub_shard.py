@@ -110,7 +110,7 @@ class StubEngine:
     def untouched_bytes(self) -> int:
         return 0
 
-    def sleep(self) -> int:
+    def sleep(self, keep_pages: bool = False) -> int:
         self.calls.append("sleep")
         return 500
 

@@ -85,6 +85,11 @@ class Decoder:
         self._scratch = Scratch(weights.parts, device)
 
     @property
+    def weights(self) -> DecoderWeights:
+        """What was loaded."""
+        return self._weights
+
+    @property
     def parts(self) -> Sequence[Part]:
         """The parts in order."""
         return self._weights.parts
@@ -106,6 +111,10 @@ class Decoder:
         scratch = Scratch(self._weights.parts, self._device)
         scratch.cut(num_tokens)
         return scratch
+
+    def forget_scratch(self) -> None:
+        """Give the scratch memory back until the next step."""
+        self._scratch = Scratch(self._weights.parts, self._device)
 
     @property
     def ops(self) -> frozenset[str]:

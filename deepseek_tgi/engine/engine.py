@@ -32,7 +32,7 @@ from deepseek_tgi.engine.memory import MemoryReader, memory_of
 from deepseek_tgi.engine.runner import Runner, Stepped
 from deepseek_tgi.engine.warming import Warming
 from deepseek_tgi.engine.warmup import DEFAULT_BATCH_SIZE, Limits
-from deepseek_tgi.errors import DeviceError, NotReadyError, RequestError
+from deepseek_tgi.errors import DeviceError, NotReadyError, RequestError, ResourceError
 from deepseek_tgi.kv.pool import KVPool
 
 __all__ = ["Engine", "EngineConfig", "ShardInfo", "WarmupResult"]
@@ -61,6 +61,7 @@ class Engine:
         self._runner: Runner | None = None
         self._shape: tuple[int, int, int] | None = None
         self._on_progress: Callable[[], None] | None = None
+        self._asleep = False
 
     def watch(self, on_progress: Callable[[], None]) -> None:
         """Call `on_progress` from within every step from now on, layer by layer."""
@@ -107,6 +108,8 @@ class Engine:
         this process are still to touch, they are a short proof.
         Raises: `ConfigError` for limits that contradict each other or the model, `ResourceError` if memory is short.
         """
+        if self._asleep:
+            raise NotReadyError("the model sleeps: wake it first")
         self._release()
         limits = Limits(max_input_tokens, max_prefill_tokens, max_total_tokens)
         warming = Warming(self._adapter, self._config, self._memory, self._admission, self._make_runner)
@@ -122,7 +125,7 @@ class Engine:
 
     def go_on_preparing(self) -> bool:
         """Do a small part of what the first steps did not wait for; False if nothing is left."""
-        if self._runner is None:
+        if self._runner is None or self._asleep:
             return False
         self._runner.drop_ahead()  # what prepares may write to the same memory
         return self._adapter.go_on_preparing()
@@ -210,20 +213,60 @@ class Engine:
         """What the cache was promised and has not taken yet."""
         return 0 if self._runner is None else self._runner.pool.untouched_bytes()
 
-    def sleep(self) -> int:
-        """Give the pages back, and forget what they held; bytes. `wake` makes as many again."""
+    def sleep(self, keep_pages: bool = False) -> int:
+        """Give back the pages, unless they are kept, and what the weights take on a device; bytes. `wake` undoes it.
+
+        Batches are dropped. Pages that are given back are forgotten, `wake` makes as many again. Raises
+        `ResourceError` if the host has no room for the weights; the engine then serves on.
+        """
         runner = self._ready()
-        freed = runner.pool.nbytes - runner.pool.untouched_bytes()
-        self._release()
+        self._check_host_room()
+        self._store.drop_all()
+        runner.drop_ahead()
+        freed = 0
+        if keep_pages:
+            self._adapter.close_pool()
+        else:
+            freed = runner.pool.nbytes - runner.pool.untouched_bytes()
+            self._release()
+        try:
+            freed += self._adapter.park_weights(self._tell)
+        except BaseException:
+            self._open()
+            raise
+        self._asleep = True
         return freed
 
     def wake(self) -> None:
-        """Make the pages that `sleep` gave back. Raises `NotReadyError` if there never were any."""
-        if self._shape is None:
-            raise NotReadyError("the model was never warmed up")
+        """Have back what `sleep` gave away. Raises `NotReadyError` if it is awake, `ResourceError` without room."""
+        if not self._asleep:
+            raise NotReadyError("the model does not sleep")
+        self._adapter.restore_weights(self._tell)
+        self._open()
+        self._asleep = False
+
+    def _open(self) -> None:
+        """Make the cache again if it is gone, as large as it was, and what decodes over it."""
+        assert self._shape is not None, "it was warmed up"
         num_blocks, prefill_tokens, tokens = self._shape
-        self._runner = self._make_runner(num_blocks, prefill_tokens)
+        if self._runner is None:
+            self._runner = self._make_runner(num_blocks, prefill_tokens)
         self._adapter.open_pool(self._runner.pool, self._batch_size, tokens)
+
+    def _check_host_room(self) -> None:
+        """Raise `ResourceError` where weights would move to the host and cannot."""
+        info = self._adapter.info
+        if info.device_type == "cpu":
+            return
+        room = memory_of("cpu").available_bytes() // self._config.world_size
+        if info.weight_bytes > room:
+            raise ResourceError(
+                f"host memory: weights of {info.weight_bytes} bytes are to sleep there, {room} are available; drop them"
+            )
+
+    def _tell(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress()
 
     @property
     def _batch_size(self) -> int:
@@ -281,6 +324,8 @@ class Engine:
         return Runner(self._adapter, pool, self._config, self._counter, max_prefill_tokens)
 
     def _ready(self) -> Runner:
+        if self._asleep:
+            raise NotReadyError("the model sleeps: wake it first")
         if self._runner is None:
             raise NotReadyError("the cache does not exist yet: Warmup must succeed before Prefill and Decode")
         return self._runner

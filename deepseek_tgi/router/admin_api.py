@@ -69,8 +69,11 @@ class AdminApi:
 
     async def sleep(self, exchange: Exchange) -> None:
         """POST /admin/models/sleep: give memory back until the model is woken."""
-        fields = await self._fields(exchange, "SleepModelRequest", "drop_weights")
-        await self._answer(exchange, self._changes.sleep(fields.optional("drop_weights", boolean) or False), fields)
+        fields = await self._fields(exchange, "SleepModelRequest", "drop_weights", "keep_pages")
+        drop, keep = (fields.optional(name, boolean) or False for name in ("drop_weights", "keep_pages"))
+        if drop and keep:
+            raise PlainError(422, "keep_pages: got drop_weights too; pages are of no use without the weights' engine")
+        await self._answer(exchange, self._changes.sleep(drop, keep), fields)
 
     async def wake(self, exchange: Exchange) -> None:
         """POST /admin/models/wake: serve again."""

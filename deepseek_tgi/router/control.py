@@ -100,20 +100,31 @@ class ControlClient:
         request = pb.DiscardRequest(generation=generation, blocks=blocks)
         return sum(answer.freed_bytes for answer in await self._all("Discard", request, QUICK_TIMEOUT_S))
 
-    async def sleep(self, generation: int, drop_weights: bool) -> int:
-        """Give a model's pages back, or its weights too; bytes."""
-        request = pb.SleepRequest(generation=generation, drop_weights=drop_weights)
-        return sum(answer.freed_bytes for answer in await self._all("Sleep", request, UNLOAD_TIMEOUT_S))
+    async def sleep(self, generation: int, drop_weights: bool, keep_pages: bool) -> int:
+        """Give back a model's weights and, unless they are kept, its pages; bytes. If a rank cannot, none sleeps."""
+        request = pb.SleepRequest(generation=generation, drop_weights=drop_weights, keep_pages=keep_pages)
+        calls = [stub.Sleep(request, timeout=UNLOAD_TIMEOUT_S) for stub in self._stubs]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        if not failed:
+            return sum(answer.freed_bytes for answer in answers if not isinstance(answer, BaseException))
+        asleep = [stub for stub, answer in zip(self._stubs, answers, strict=True) if answer not in failed]
+        await self._woken(asleep, generation, lambda _stage, _percent: None)
+        if isinstance(failed[0], grpc.aio.AioRpcError):
+            raise raised(failed[0]) from failed[0]
+        raise failed[0]
 
     async def wake(self, generation: int, told: Told) -> None:
         """Have a sleeping model back."""
+        await self._woken(self._stubs, generation, told)
 
+    async def _woken(self, stubs: Sequence[Any], generation: int, told: Told) -> None:
         async def follow(stub: Any) -> None:
             async for step in stub.Wake(pb.WakeRequest(generation=generation)):
                 told(step.stage, step.percent)
 
         try:
-            await asyncio.gather(*(follow(stub) for stub in self._stubs))
+            await asyncio.gather(*(follow(stub) for stub in stubs))
         except grpc.aio.AioRpcError as error:
             raise raised(error) from error
 

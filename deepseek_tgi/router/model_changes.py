@@ -84,15 +84,22 @@ class ModelChanges:
             await self._loads.gone(model)
         return change
 
-    async def sleep(self, drop_weights: bool) -> Change:
-        """Give the pages back, and the weights too if so wished, until `wake`. New requests are refused meanwhile."""
+    async def sleep(self, drop_weights: bool, keep_pages: bool = False) -> Change:
+        """Give memory back until `wake`; new requests are refused meanwhile. If that cannot be, the model serves on.
+
+        Weights leave their device for the host's memory, or for good if dropped; pages go unless they are kept.
+        """
         async with self._change("sleep", "") as change:
             model = self._named(None)
             change.model = model.name
             self.models.refuse(f"{model.name} sleeps")
             await self._loads.until_idle(model, change)
             assert model.generation is not None
-            await self._control.sleep(model.generation, drop_weights)
+            try:
+                await self._control.sleep(model.generation, drop_weights, keep_pages)
+            except DeepseekTgiError:
+                self.models.resume()
+                raise
             self.asleep = model
             self.models.state.sleeps()
         return change

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,13 +12,15 @@ from functools import partial
 from typing import Any
 
 from deepseek_tgi.engine.memory import memory_of
-from deepseek_tgi.errors import ConfigError, NotReadyError
+from deepseek_tgi.errors import ConfigError, NotReadyError, RequestError
 from deepseek_tgi.pb import control_pb2 as pb
 from deepseek_tgi.pb import control_pb2_grpc
 from deepseek_tgi.probes.owner import Owner
 from deepseek_tgi.probes.state import Event, State
 from deepseek_tgi.server.compatible import check_compatible
 from deepseek_tgi.server.control_messages import demand_of, loaded_pb, source_of, status_pb
+from deepseek_tgi.server.engine_api import EngineApi
+from deepseek_tgi.server.freeing import giving_back, trim
 from deepseek_tgi.server.interceptors import status_of
 from deepseek_tgi.server.loader import Loaded, Loading, Recipe
 from deepseek_tgi.server.models import Demand, Held, Models, Source
@@ -139,24 +140,41 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
 
     @_answered
     async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
-        """Give a model's pages back, and its weights if so wished; its batches are dropped."""
+        """Give a model's pages back unless they are kept, and what its weights take; its batches are dropped.
+
+        Weights leave the device for the host's memory, or for good if they are to be dropped.
+        """
+        if request.drop_weights and request.keep_pages:
+            raise RequestError("keep_pages: got drop_weights too; pages are of no use without the weights' engine")
         held = self._models.of(request.generation)
         with self._changing(f"putting {held.source.model_id} to sleep"):
             engine = held.awake
             self._state.apply(Event.UNLOAD)
-            await self._thread.run(partial(engine.clear, None))
             held.cache_bytes = (await self._thread.run(engine.facts)).cache_bytes
-            freed = await self._thread.run(engine.sleep)
-            if request.drop_weights:
-                freed += (await self._thread.run(engine.facts)).weight_bytes
-                await self._thread.run(engine.close)
-                held.engine = None
-                held.turns = Turns(self._thread, _nobody, 1)  # the old ones refer to the engine
+            try:
+                freed = await self._thread.run(partial(self._rest, engine, request))
+            except BaseException:
+                self._state.apply(Event.KEEP)
+                raise
             held.asleep = True
-            del engine
-            await asyncio.to_thread(_trim)
+            with giving_back():
+                if request.drop_weights:
+                    held.engine = None
+                    held.turns = Turns(self._thread, _nobody, 1)  # the old ones refer to the engine
+                del engine
+                await self._given_up()
             self._state.apply(Event.SLEPT)
         return pb.SleepResponse(freed_bytes=freed)
+
+    @staticmethod
+    def _rest(engine: EngineApi, request: pb.SleepRequest) -> int:
+        """Let an engine sleep, or end it; bytes that are free. In the engine's thread."""
+        if not request.drop_weights:
+            return engine.sleep(request.keep_pages)
+        facts = engine.facts()
+        freed = facts.weight_bytes + facts.cache_bytes - engine.untouched_bytes()
+        engine.close()
+        return freed
 
     @_streamed
     async def Wake(self, request: pb.WakeRequest, context: Any) -> AsyncIterator[pb.LoadProgress]:
@@ -165,7 +183,8 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
         with self._changing(f"waking {held.source.model_id}"):
             if not held.asleep or held.demand is None:
                 raise NotReadyError(f"{held.source.model_id} does not sleep")
-            self._state.apply(Event.WAKE)
+            if not self._state.apply(Event.WAKE):
+                self._state.apply(Event.LOAD, model=held.source.model_id, generation=held.generation)  # it failed once
             try:
                 if held.engine is not None:
                     await self._thread.run(held.engine.wake)
@@ -178,6 +197,7 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
             held.asleep = False
             self._state.apply(Event.LOADED)
             self._state.apply(Event.WARMED)
+            self._prepare()
         yield pb.LoadProgress(stage="awake", percent=100.0)
 
     async def _reloaded(self, held: Held, demand: Demand) -> AsyncIterator[pb.LoadProgress]:
@@ -238,8 +258,7 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
                 loaded.engine.close()
                 raise
         self._models.add(held)
-        if self._recipe.config.world_size == 1:
-            self._thread.while_idle(self._models.go_on_preparing)
+        self._prepare()
         if before is None or compatible:
             self._models.publish(generation)
             self._state.apply(Event.SWAPPED, model=source.model_id, generation=generation)
@@ -248,6 +267,11 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
         return held
+
+    def _prepare(self) -> None:
+        """Let what may wait be done while nothing else is; several ranks would have to do it together."""
+        if self._recipe.config.world_size == 1:
+            self._thread.while_idle(self._models.go_on_preparing)
 
     def _as_promised(self) -> tuple[Recipe, Demand]:
         """What a router that knows one model was promised by `Warmup`: the same limits and as many blocks."""
@@ -275,12 +299,18 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
             freed = facts.weight_bytes + facts.cache_bytes
             await self._thread.run(held.engine.close)
         name = held.source.model_id
-        del held
-        await asyncio.to_thread(_trim)
+        with giving_back():
+            del held
+            await self._given_up()
         if last:
             self._state.apply(Event.UNLOADED)
         logger.info("%s (generation %d) is unloaded, %d bytes are free", name, generation, freed)
         return freed
+
+    async def _given_up(self) -> None:
+        """Wait until nobody refers to an engine any more: its thread holds on to a call until it takes another."""
+        await self._thread.run(_nothing)
+        await asyncio.to_thread(trim)
 
     def _reserved(self) -> int:
         """Memory that the caches of all models were promised and have not taken yet."""
@@ -313,8 +343,5 @@ def _nobody(call: int) -> int:
     return call
 
 
-def _trim() -> None:
-    """Let glibc give freed memory back."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+def _nothing() -> None:
+    return

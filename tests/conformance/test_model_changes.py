@@ -183,13 +183,18 @@ def test_the_command_line_changes_a_shard_that_has_no_router_of_ours(fresh: Shel
         load_behind_tgi(stem, "/nowhere/at/all", {}, said.append)
 
 
-@pytest.mark.parametrize("drop_weights", [False, True], ids=["pages", "pages and weights"])
-def test_a_model_that_sleeps_gives_memory_back_and_wakes_as_it_was(fresh: Shelf, drop_weights: bool) -> None:
+@pytest.mark.parametrize(
+    ("drop_weights", "keep_pages"), [(False, False), (True, False), (False, True)], ids=["pages", "all", "nothing"]
+)
+def test_a_model_that_sleeps_gives_memory_back_and_wakes_as_it_was(
+    fresh: Shelf, drop_weights: bool, keep_pages: bool
+) -> None:
     generation = fresh.published()
     fresh.router().run(*(Ask(text, 60) for text in PROMPTS))  # touches pages
     before = fresh.control.status().models[0]
-    freed = fresh.control.sleep(generation, drop_weights)
-    assert freed >= (before.weight_bytes if drop_weights else 4 * 4096)
+    freed = fresh.control.sleep(generation, drop_weights, keep_pages)
+    assert (freed >= 4 * 4096) is not keep_pages
+    assert freed >= (before.weight_bytes if drop_weights else 0)
     assert fresh.held() == {generation: "sleeping"}
     with pytest.raises(grpc.RpcError) as caught:
         fresh.router().run(Ask("x", 2))
@@ -219,6 +224,36 @@ def test_a_model_is_loaded_and_published_while_another_sleeps(fresh: Shelf, tmp_
     fresh.control.unload(sleeper)
     (answer,) = fresh.router(generation).run(Ask(PROMPTS[2], 12))
     assert answer.ids == fresh.said_by("two", PROMPTS[2], 12)
+
+
+@pytest.mark.parametrize("drop_weights", [False, True], ids=["pages", "all"])
+def test_the_process_is_smaller_by_what_sleeping_freed(fresh: Shelf, tmp_path: Path, drop_weights: bool) -> None:
+    wide = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 6, "max_position_embeddings": 1024}
+    large = tiny_checkpoint(tmp_path / "large", "llama", "awq-gemm", config=wide)
+    generation = fresh.generation()
+    fresh.control.load(large.path, generation, kv_memory_bytes=64 << 20)
+    fresh.control.publish(generation)
+
+    def say() -> list[int]:
+        (answer,) = fresh.router(generation).run(Ask(PROMPTS[0] * 20, 12))
+        return list(answer.ids)
+
+    before = say()
+    awake = fresh.bench.shard.rss_bytes()
+    freed = fresh.control.sleep(generation, drop_weights)
+    assert freed > (20e6 if drop_weights else 3e6)
+    asleep = fresh.bench.shard.rss_bytes()
+    assert awake - asleep > 0.8 * freed
+    fresh.control.wake(generation)
+    assert say() == before == GreedyOracle(large.reference()).greedy(fresh.bench.encode(PROMPTS[0] * 20), 12)
+    assert fresh.bench.shard.rss_bytes() - asleep > 0.8 * freed
+
+
+def test_pages_without_weights_are_not_kept(fresh: Shelf) -> None:
+    with pytest.raises(grpc.RpcError, match="keep_pages: got drop_weights too") as caught:
+        fresh.control.sleep(fresh.published(), drop_weights=True, keep_pages=True)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert fresh.held() == {fresh.published(): "ready"}
 
 
 def truncated(folder: Path) -> None:

@@ -402,6 +402,15 @@ async def test_short_of_memory_the_sleeper_goes_first(bench: Bench, plan: str) -
     assert bench.state() is State.READY
 
 
+async def test_a_model_that_cannot_sleep_serves_on(bench: Bench) -> None:
+    bench.control.outcomes = [SHORT]
+    with pytest.raises(ModelChangeError, match="10 bytes are needed"):
+        await bench.changes.sleep(False)
+    assert bench.control.names == ["sleep"]
+    assert bench.state() is State.READY
+    assert (await bench.ask()).ending.generated_tokens == 3
+
+
 async def test_a_change_can_be_followed_from_any_moment_to_its_end(bench: Bench) -> None:
     bench.control.gate.clear()
     task = bench.changes.start(bench.changes.load(OTHER))
