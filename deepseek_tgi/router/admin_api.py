@@ -47,7 +47,7 @@ class AdminApi:
 
     async def models(self, exchange: Exchange) -> None:
         """GET /admin/models: what is served, what could be, what goes on and what was."""
-        await exchange.respond_json(200, self._shown())
+        await exchange.respond_json(200, self._shown(await self._changes.repository.names()))
 
     async def load(self, exchange: Exchange) -> None:
         """POST /admin/models/load: serve another model; with `stream`, events tell how far it is."""
@@ -107,7 +107,7 @@ class AdminApi:
             await exchange.write(sse.event(asdict(step)))
         await exchange.end_stream()
 
-    def _shown(self) -> dict[str, Any]:
+    def _shown(self, available: list[str]) -> dict[str, Any]:
         changes, models = self._changes, self._changes.models
         current = models.current
         running = changes.running
@@ -124,7 +124,7 @@ class AdminApi:
                 "requests": current.traffic.active,
             },
             "held_requests": models.held,
-            "available": changes.repository.names(),
+            "available": available,
             "change": None if running is None else asdict(running),
             "history": [asdict(change) for change in changes.history[-SHOWN_CHANGES:] if change is not running],
         }

@@ -70,21 +70,14 @@ class FmaasService(fmaas_pb2_grpc.GenerationServiceServicer):
     async def Tokenize(self, request: pb.BatchedTokenizeRequest, context: Any) -> pb.BatchedTokenizeResponse:
         """Tokens of texts, special ones included; offsets count characters."""
         self.calls.admit(context)
-        model = await self._models.admitted()
-        validator = model.state.infer.validator
-        responses = []
-        for each in request.requests:
-            spans = await validator.spans(each.text, True)
-            kept = spans[-request.truncate_input_tokens :] if request.truncate_input_tokens else spans
-            response = pb.TokenizeResponse(token_count=len(kept))
-            if request.return_tokens:
-                response.tokens.extend(span.text for span in kept)
-            if request.return_offsets:
-                characters = _character_of(each.text)
-                response.offsets.extend(
-                    pb.TokenizeResponse.Offset(start=characters[span.start], end=characters[span.stop]) for span in kept
-                )
-            responses.append(response)
+        with self.calls.traffic.request():
+            model = await self._models.admitted()
+            with model.traffic.request():
+                validator = model.state.infer.validator
+                responses = [
+                    await validator.off_loop(_tokenized, request, each.text, await validator.spans(each.text, True))
+                    for each in request.requests
+                ]
         return pb.BatchedTokenizeResponse(responses=responses)
 
     @answered
@@ -96,6 +89,19 @@ class FmaasService(fmaas_pb2_grpc.GenerationServiceServicer):
             max_sequence_length=limits.max_total_tokens,
             max_new_tokens=limits.max_total_tokens - 1,
         )
+
+
+def _tokenized(request: pb.BatchedTokenizeRequest, text: str, spans: list[Any]) -> pb.TokenizeResponse:
+    kept = spans[-request.truncate_input_tokens :] if request.truncate_input_tokens else spans
+    response = pb.TokenizeResponse(token_count=len(kept))
+    if request.return_tokens:
+        response.tokens.extend(span.text for span in kept)
+    if request.return_offsets:
+        characters = _character_of(text)
+        response.offsets.extend(
+            pb.TokenizeResponse.Offset(start=characters[span.start], end=characters[span.stop]) for span in kept
+        )
+    return response
 
 
 class _Asked:

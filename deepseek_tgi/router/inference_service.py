@@ -119,7 +119,7 @@ class InferenceService(ServerFacts):
         """The model that is served, the one that loads, and those that lie in the repository."""
         found: dict[str, pb.RepositoryIndexResponse.ModelIndex] = {}
         entry = pb.RepositoryIndexResponse.ModelIndex
-        for name in [] if self._changes is None else self._changes.repository.names():
+        for name in [] if self._changes is None else await self._changes.repository.names():
             found[name] = entry(name=name, version="", state="UNAVAILABLE", reason="not loaded")
         running = None if self._changes is None else self._changes.running
         if running is not None and running.kind == "load":
@@ -162,7 +162,7 @@ class InferenceService(ServerFacts):
         current = self._models.current
         if current is not None and current.name == request.model_name:
             await changes.started(changes.unload(request.model_name))
-        elif request.model_name not in changes.repository.names():
+        elif request.model_name not in await changes.repository.names():
             raise UnknownModelError(f"{request.model_name} is neither served nor in the repository")
         return pb.RepositoryModelUnloadResponse()
 

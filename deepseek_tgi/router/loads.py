@@ -54,7 +54,7 @@ class ModelLoads:
         self._generation = max([self._generation, *(each.newest for each in await self._control.status())]) + 1
         generation = self._generation
         config = self._shared.config
-        source = self.repository.resolve(wish.model_id)
+        source = await self.repository.resolve(wish.model_id)
         request = pb.LoadRequest(
             generation=generation,
             source=pb.Source(
@@ -73,7 +73,7 @@ class ModelLoads:
         try:
             loaded = await self._control.load(request, self._told(change))
         except ModelChangeError as error:
-            raise ModelChangeError(f"{error}{self.repository.hint(wish.model_id)}", error.kind) from error
+            raise ModelChangeError(f"{error}{await self.repository.hint(wish.model_id)}", error.kind) from error
         except DeepseekTgiError:
             raise
         except Exception as error:

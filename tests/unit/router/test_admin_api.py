@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ import pytest
 from fake_control import BAD, FakeControl
 from router_bench import Bench, router_bench
 
+from deepseek_tgi.pb import fmaas_pb2 as fmaas
 from deepseek_tgi.pb import inference_pb2 as oip
 from deepseek_tgi.probes.state import Event
+from deepseek_tgi.router.fmaas_service import FmaasService
 from deepseek_tgi.router.grpc_calls import Calls, Doorkeeper
 from deepseek_tgi.router.inference_service import InferenceService
+from deepseek_tgi.router.repository import Repository
 
 TOKEN = "t0ken"
 HEADERS = {"authorization": f"Bearer {TOKEN}"}
@@ -126,6 +131,42 @@ async def test_a_name_that_is_not_in_the_repository_is_refused_with_those_that_a
             error = (await bench.post("/admin/models/load", {"model_id": name})).json()["error"]
             assert error.endswith(said)
     assert [value for name, value in control.calls if name == "load"] == ["smal", str(tmp_path / "models" / "small")]
+
+
+async def test_the_repository_is_looked_at_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    look = os.path.isfile
+
+    def slow(path: Any) -> bool:
+        seen.append(threading.get_ident())
+        return look(path)
+
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "config.json").write_text("{}")
+    repository = Repository(str(tmp_path))
+    monkeypatch.setattr(os.path, "isfile", slow)
+    assert await repository.names() == ["one"]
+    assert await repository.resolve("one") == str(tmp_path / "one")
+    assert seen
+    assert threading.get_ident() not in seen
+    assert await Repository(str(tmp_path / "gone")).names() == []
+
+
+async def test_tokenising_goes_on_while_the_model_changes(bench: Bench) -> None:
+    state, models = bench.router.state, bench.router.models
+    service = FmaasService(Calls(Doorkeeper(None, TOKEN, False), state.traffic, state.spans, state.infer), models)
+    texts = [fmaas.TokenizeRequest(text="hello the world " * 2000) for _ in range(40)]
+    request = fmaas.BatchedTokenizeRequest(requests=texts, return_offsets=True)
+    tokenising = asyncio.create_task(service.Tokenize(request, None))
+    await asyncio.sleep(0.02)
+    assert (await bench.post("/admin/models/load", {"model_id": "other"})).status_code == 200
+    assert not tokenising.done(), "it was over before the change: the test shows nothing"
+    answer = await tokenising
+    counts = {each.token_count for each in answer.responses}
+    assert (len(answer.responses), len(counts)) == (40, 1)
+    assert max(each.end for each in answer.responses[0].offsets) == len(texts[0].text)
 
 
 async def test_a_change_goes_on_if_whoever_asked_for_it_leaves(bench: Bench, control: FakeControl) -> None:
