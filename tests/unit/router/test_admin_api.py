@@ -159,7 +159,7 @@ async def test_tokenising_goes_on_while_the_model_changes(bench: Bench) -> None:
     service = FmaasService(Calls(Doorkeeper(None, TOKEN, False), state.traffic, state.spans, state.infer), models)
     texts = [fmaas.TokenizeRequest(text="hello the world " * 2000) for _ in range(40)]
     request = fmaas.BatchedTokenizeRequest(requests=texts, return_offsets=True)
-    tokenising = asyncio.create_task(service.Tokenize(request, None))
+    tokenising: asyncio.Future[Any] = asyncio.ensure_future(service.Tokenize(request, None))
     await asyncio.sleep(0.02)
     assert (await bench.post("/admin/models/load", {"model_id": "other"})).status_code == 200
     assert not tokenising.done(), "it was over before the change: the test shows nothing"
