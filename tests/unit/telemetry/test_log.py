@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from deepseek_tgi.config import LauncherConfig
+from deepseek_tgi.options import options_of
+from deepseek_tgi.router.config import RouterConfig
 from deepseek_tgi.telemetry import log
 
 ALLOWED = {"TRACE", "DEBUG", "INFO", "SUCCESS", "WARNING", "ERROR", "CRITICAL"}
@@ -114,6 +117,16 @@ def test_tokens_and_keys_never_reach_a_line(capture: Capture) -> None:
     lines = capture("shard", HF_TOKEN="hf_abcdefgh12345", API_KEY="key-of-the-house")
     logger.info("fetching with hf_abcdefgh12345 and %s", "key-of-the-house")
     assert json.loads(lines()[0])["text"] == "fetching with *** and ***"
+
+
+@pytest.mark.parametrize("config", [LauncherConfig, RouterConfig])
+def test_no_option_that_is_declared_a_secret_reaches_a_line(config: type, capture: Capture) -> None:
+    declared = {name: spec for name, spec in options_of(config).items() if spec.secret}
+    values = {env: f"the-{name}-itself" for name, spec in declared.items() for env in spec.env}
+    assert "DEEPSEEK_TGI_ADMIN_TOKEN" in values
+    lines = capture("plain", **values)
+    logging.getLogger("deepseek_tgi.test").info("got %s", " ".join(values.values()))
+    assert lines()[0].endswith("got " + " ".join(["***"] * len(values)))
 
 
 def test_other_packages_speak_up_only_to_warn(capture: Capture) -> None:
