@@ -24,103 +24,12 @@ struct KeyPanel {
   const float* marks = nullptr;
 };
 
-// Adds row [V] of keys to the scores of R rows, whose element d stands at q.
-template <int R, int V>
-DSTGI_INLINE void add_products(const float* q, int64_t q_stride, const float* row, F32* acc) {
-  F32 k[V];
-  DSTGI_UNROLL
-  for (int v = 0; v < V; ++v) k[v] = load(row + v * LANES);
-  DSTGI_UNROLL
-  for (int r = 0; r < R; ++r) {
-    const F32 x = set1(q[r * q_stride]);
-    DSTGI_UNROLL
-    for (int v = 0; v < V; ++v) acc[r * V + v] = fma(x, k[v], acc[r * V + v]);
-  }
-}
+// Scores of up to ROWS rows against the panel's first n positions. Up to the next multiple of 64 may be written.
+void score_rows(int64_t rows, int64_t n, const float* q, int64_t q_stride, const KeyPanel& keys, int64_t depth,
+                float* scores);
 
-// Scores of R rows against V vectors of the panel's positions, from position `at` of it.
-template <int R, int V>
-void score_tile(const float* q, int64_t q_stride, const KeyPanel& keys, int64_t at, int64_t depth, float* scores) {
-  F32 acc[R * V];
-  DSTGI_UNROLL
-  for (int i = 0; i < R * V; ++i) acc[i] = zero();
-  for (int64_t i = 0; i < keys.num_turns; ++i) add_products<R, V>(q + i, q_stride, keys.turns[i] + at, acc);
-  if (keys.marks != nullptr) {
-    DSTGI_UNROLL
-    for (int i = 0; i < R * V; ++i) acc[i] = mul(acc[i], load(keys.marks + at + i % V * LANES));
-  }
-  q += keys.num_turns;
-  const float* row = keys.rows + at;
-  for (int64_t d = 0; d < depth; ++d, row += PANEL) add_products<R, V>(q + d, q_stride, row, acc);
-  DSTGI_UNROLL
-  for (int i = 0; i < R * V; ++i) store(scores + i / V * SEGMENT + i % V * LANES, acc[i]);
-}
-
-// Adds weights [R][n] times values [n][V * 16 columns, from column d] to sums.
-template <int R, int V>
-void sum_tile(const float* weights, const float* const* groups, int64_t d, int64_t v_pad, int64_t n, float* sums) {
-  F32 acc[R * V];
-  DSTGI_UNROLL
-  for (int i = 0; i < R * V; ++i) acc[i] = load(sums + i / V * v_pad + i % V * LANES);
-  for (int64_t j = 0; j < n; ++j) {
-    const float* values = groups[j / LANES] + j % LANES * v_pad + d;
-    F32 x[V];
-    DSTGI_UNROLL
-    for (int v = 0; v < V; ++v) x[v] = load(values + v * LANES);
-    DSTGI_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const F32 w = set1(weights[r * SEGMENT + j]);
-      DSTGI_UNROLL
-      for (int v = 0; v < V; ++v) acc[r * V + v] = fma(w, x[v], acc[r * V + v]);
-    }
-  }
-  DSTGI_UNROLL
-  for (int i = 0; i < R * V; ++i) store(sums + i / V * v_pad + i % V * LANES, acc[i]);
-}
-
-#define DSTGI_BY_ROWS(CALL, ROWS_LEFT) \
-  switch (ROWS_LEFT) {                 \
-    case 1:                            \
-      CALL(1);                         \
-      break;                           \
-    case 2:                            \
-      CALL(2);                         \
-      break;                           \
-    case 3:                            \
-      CALL(3);                         \
-      break;                           \
-    case 4:                            \
-      CALL(4);                         \
-      break;                           \
-    case 5:                            \
-      CALL(5);                         \
-      break;                           \
-    default:                           \
-      CALL(6);                         \
-  }
-
-inline void score_rows(int rows, int64_t n, const float* q, int64_t q_stride, const KeyPanel& keys, int64_t depth,
-                       float* scores) {
-#define DSTGI_WIDE(R) score_tile<R, 4>(q, q_stride, keys, 0, depth, scores)
-#define DSTGI_NARROW(R) score_tile<R, 1>(q, q_stride, keys, v, depth, scores + v)
-  if (n > 2 * LANES) {
-    DSTGI_BY_ROWS(DSTGI_WIDE, rows)
-    return;
-  }
-  for (int64_t v = 0; v < n; v += LANES) DSTGI_BY_ROWS(DSTGI_NARROW, rows)
-#undef DSTGI_WIDE
-#undef DSTGI_NARROW
-}
-
-inline void sum_rows(int rows, const float* weights, const float* const* groups, int64_t v_pad, int64_t n, float* sums) {
-#define DSTGI_WIDE(R) sum_tile<R, 4>(weights, groups, d, v_pad, n, sums + d)
-#define DSTGI_NARROW(R) sum_tile<R, 1>(weights, groups, d, v_pad, n, sums + d)
-  int64_t d = 0;
-  for (; d + 4 * LANES <= v_pad; d += 4 * LANES) DSTGI_BY_ROWS(DSTGI_WIDE, rows)
-  for (; d < v_pad; d += LANES) DSTGI_BY_ROWS(DSTGI_NARROW, rows)
-#undef DSTGI_WIDE
-#undef DSTGI_NARROW
-}
+// Adds weights [rows][n] times the values of n positions to sums [rows][v_pad].
+void sum_rows(int64_t rows, const float* weights, const float* const* groups, int64_t v_pad, int64_t n, float* sums);
 
 // Scores [n] become weights e^(s - max); returns their total. Places up to the next multiple of 16 become 0.
 DSTGI_INLINE float soften(float* scores, int64_t n, float* max_out) {
@@ -183,7 +92,7 @@ inline void attend_rows(const RowShape& s, const Rows& w, Keys&& keys, Values&& 
     for (int64_t r = 0; r < rows; r += ROWS) {
       const int64_t count = rows - r < ROWS ? rows - r : ROWS, seen = limit(r + count - 1) - at;
       if (seen > 0)
-        score_rows(static_cast<int>(count), seen < n ? seen : n, w.q + r * s.q_stride, s.q_stride, panel, s.k_dim,
+        score_rows(count, seen < n ? seen : n, w.q + r * s.q_stride, s.q_stride, panel, s.k_dim,
                    w.scores + r * SEGMENT + at);
     }
   }
@@ -203,7 +112,7 @@ inline void attend_rows(const RowShape& s, const Rows& w, Keys&& keys, Values&& 
     for (int64_t r = 0; r < rows; r += ROWS) {
       const int64_t count = rows - r < ROWS ? rows - r : ROWS, seen = limit(r + count - 1) - at;
       if (seen > 0)
-        sum_rows(static_cast<int>(count), w.scores + r * SEGMENT + at, groups, s.v_pad, seen < n ? seen : n,
+        sum_rows(count, w.scores + r * SEGMENT + at, groups, s.v_pad, seen < n ? seen : n,
                  w.sums + r * s.v_pad);
     }
   }

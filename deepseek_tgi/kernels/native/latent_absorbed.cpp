@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "latent_attention.h"
+#include "transpose.h"
 
 namespace dstgi {
 namespace {

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "latent_attention.h"
+#include "transpose.h"
 
 namespace dstgi {
 namespace {

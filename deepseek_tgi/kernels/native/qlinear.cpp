@@ -12,34 +12,31 @@
 #include "heads.h"
 #include "linear.h"
 #include "pool.h"
+#include "register_tiles.h"
 #include "scratch.h"
 
 namespace dstgi {
 namespace {
 
 constexpr int DIRECT_ROWS = 4;  // up to this many rows: unpack in registers
+constexpr int BESIDE = MANY_REGISTERS ? 2 : 1;  // vectors of a tile that are summed at once
+constexpr int MAX_SUMS = MANY_REGISTERS ? 12 : 6;  // rows times digits of a register tile over a panel
 constexpr int MAX_WIDTH = 128;
 constexpr int64_t RUNS = 4;  // tasks a thread gets of small work
 
 struct Int4 {
   static constexpr int K = 8, PAIRS = 4;
   static constexpr bool ZEROS = true;
-  DSTGI_INLINE void unpack(I32 c, I32* q) {
-    const I32 mask = iset1(0x000f000f);
-    q[0] = iand(c, mask);
-    q[1] = iand(shr16(c, 4), mask);
-    q[2] = iand(shr16(c, 8), mask);
-    q[3] = shr16(c, 12);
+  DSTGI_INLINE I32 pair(I32 c, int p) {
+    const I32 moved = p == 0 ? c : shr16(c, 4 * p);
+    return p == 3 ? moved : iand(moved, iset1(0x000f000f));
   }
 };
 
 struct Int8 {
   static constexpr int K = 4, PAIRS = 2;
   static constexpr bool ZEROS = false;
-  DSTGI_INLINE void unpack(I32 c, I32* q) {
-    q[0] = sar16(shl16(c, 8), 8);
-    q[1] = sar16(c, 8);
-  }
+  DSTGI_INLINE I32 pair(I32 c, int p) { return sar16(p == 0 ? shl16(c, 8) : c, 8); }
 };
 
 struct Call {
@@ -78,56 +75,65 @@ DSTGI_INLINE void finish(const Call& c, int64_t row, int64_t tile, const F32* su
   }
 }
 
-// R rows against one tile of outputs, unpacking in registers. SPLIT independent sums hide the multiplier's latency.
+// Rows `row` .. `row` + R - 1 against one tile of outputs, unpacking in registers. With many of those, SPLIT independent
+// sums hide the multiplier's latency.
 template <class Format, int R, int DIGITS>
-void direct_tile(const Call& c, const Activations& a, int64_t tile) {
-  constexpr int SPLIT = R == 1 && DIGITS == 1 ? Format::PAIRS : R * DIGITS <= 2 ? 2 : 1;
+void direct_tile(const Call& c, const Activations& a, int64_t row, int64_t tile) {
+  constexpr int V = BESIDE, P = Format::PAIRS;
+  constexpr int SPLIT = !MANY_REGISTERS ? 1 : R == 1 && DIGITS == 1 ? P : R * DIGITS <= 2 ? 2 : 1;
   const QuantWeight& w = *c.w;
-  const int64_t loads = w.width / Format::K;
+  const int64_t loads = w.width / Format::K, rows = MANY_REGISTERS ? R : a.chunk;
   const uint32_t* codes = w.codes + tile * w.blocks * loads * TILE;
   F32 sums[R][2];
   DSTGI_UNROLL
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = zero();
-  for (int64_t b = 0; b < w.blocks; ++b) {
-    I32 acc[R * 2 * SPLIT * DIGITS];  // [r][v][split][digit]
+  for (int64_t b = 0; b < w.blocks; ++b, codes += loads * TILE) {
+    const int64_t column = (tile * w.blocks + b) * TILE, at = b * rows + row, place = b * (w.width / 2) * rows + row;
     DSTGI_UNROLL
-    for (int i = 0; i < R * 2 * SPLIT * DIGITS; ++i) acc[i] = izero();
-    const int32_t* x[2] = {a.pairs[0] + b * (w.width / 2) * R, a.pairs[1] + b * (w.width / 2) * R};
-    for (int64_t i = 0; i < loads; ++i, codes += TILE) {
-      I32 q[2][Format::PAIRS];
-      Format::unpack(iload(codes), q[0]);
-      Format::unpack(iload(codes + LANES), q[1]);
+    for (int v0 = 0; v0 < 2; v0 += V) {
+      I32 acc[R * V * SPLIT * DIGITS];  // [r][v][split][digit]
       DSTGI_UNROLL
-      for (int p = 0; p < Format::PAIRS; ++p) DSTGI_UNROLL
-        for (int r = 0; r < R; ++r) DSTGI_UNROLL
-          for (int d = 0; d < DIGITS; ++d) {
-            const I32 pair = iset1(x[d][(i * Format::PAIRS + p) * R + r]);
-            DSTGI_UNROLL
-            for (int v = 0; v < 2; ++v) {
-              I32& sum = acc[((r * 2 + v) * SPLIT + p % SPLIT) * DIGITS + d];
-              sum = dot_pairs(sum, q[v][p], pair);
-            }
-          }
-    }
-    const int64_t column = (tile * w.blocks + b) * TILE, at = b * R;
-    DSTGI_UNROLL
-    for (int v = 0; v < 2; ++v) {
-      const F32 wscale = load_scales(w, column + v * LANES);
-      const I32 zeros = Format::ZEROS ? load_u8(w.zeros + column + v * LANES) : izero();
-      DSTGI_UNROLL
-      for (int r = 0; r < R; ++r) {
-        I32 total[DIGITS];
+      for (int i = 0; i < R * V * SPLIT * DIGITS; ++i) acc[i] = izero();
+      const int32_t* x[2] = {a.pairs[0] + place, a.pairs[1] + place};
+      const uint32_t* from = codes + v0 * LANES;
+      for (int64_t i = 0; i < loads; ++i, from += TILE, x[0] += P * rows, x[1] += P * rows) {
+        I32 q[V][P];
         DSTGI_UNROLL
-        for (int d = 0; d < DIGITS; ++d) {
-          total[d] = Format::ZEROS ? imul(zeros, iset1(-a.sum[d][at + r])) : izero();
+        for (int j = 0; MANY_REGISTERS && j < V * P; ++j) q[j / P][j % P] = Format::pair(iload(from + j / P * LANES), j % P);
+        DSTGI_UNROLL
+        for (int p = 0; p < P; ++p) {
+          if (!MANY_REGISTERS) q[0][p] = Format::pair(iload(from), p);  // when its turn comes
           DSTGI_UNROLL
-          for (int s = 0; s < SPLIT; ++s) total[d] = iadd(total[d], acc[((r * 2 + v) * SPLIT + s) * DIGITS + d]);
+          for (int r = 0; r < R; ++r) DSTGI_UNROLL
+            for (int d = 0; d < DIGITS; ++d) {
+              const I32 pair = iset1(x[d][p * rows + r]);
+              DSTGI_UNROLL
+              for (int v = 0; v < V; ++v) {
+                I32& sum = acc[((r * V + v) * SPLIT + p % SPLIT) * DIGITS + d];
+                sum = dot_pairs(sum, q[v][p], pair);
+              }
+            }
         }
-        sums[r][v] = fold<DIGITS>(total, a.scale[at + r], wscale, sums[r][v]);
+      }
+      DSTGI_UNROLL
+      for (int v = 0; v < V; ++v) {
+        const F32 wscale = load_scales(w, column + (v0 + v) * LANES);
+        const I32 zeros = Format::ZEROS ? load_u8(w.zeros + column + (v0 + v) * LANES) : izero();
+        DSTGI_UNROLL
+        for (int r = 0; r < R; ++r) {
+          I32 total[DIGITS];
+          DSTGI_UNROLL
+          for (int d = 0; d < DIGITS; ++d) {
+            total[d] = Format::ZEROS ? imul(zeros, iset1(-a.sum[d][at + r])) : izero();
+            DSTGI_UNROLL
+            for (int s = 0; s < SPLIT; ++s) total[d] = iadd(total[d], acc[((r * V + v) * SPLIT + s) * DIGITS + d]);
+          }
+          sums[r][v0 + v] = fold<DIGITS>(total, a.scale[at + r], wscale, sums[r][v0 + v]);
+        }
       }
     }
   }
-  for (int r = 0; r < R; ++r) finish(c, r, tile, sums[r]);
+  for (int r = 0; r < R; ++r) finish(c, row + r, tile, sums[r]);
 }
 
 // Unpacks one block of a tile into `panel` [width / 2][2][16] pairs, zeros taken away.
@@ -142,10 +148,12 @@ DSTGI_INLINE void unpack_panel(const QuantWeight& w, int64_t tile, int64_t b, ui
       zeros = ior(zeros, shl32(zeros, 16));
     }
     for (int64_t i = 0; i < loads; ++i) {
-      I32 q[Format::PAIRS];
-      Format::unpack(iload(codes + i * TILE + v * LANES), q);
-      for (int p = 0; p < Format::PAIRS; ++p)
-        istore(panel + (i * Format::PAIRS + p) * TILE + v * LANES, Format::ZEROS ? sub16(q[p], zeros) : q[p]);
+      const I32 eight = iload(codes + i * TILE + v * LANES);
+      DSTGI_UNROLL
+      for (int p = 0; p < Format::PAIRS; ++p) {
+        const I32 q = Format::pair(eight, p);
+        istore(panel + (i * Format::PAIRS + p) * TILE + v * LANES, Format::ZEROS ? sub16(q, zeros) : q);
+      }
     }
   }
 }
@@ -155,59 +163,39 @@ DSTGI_INLINE void unpack_panel(const QuantWeight& w, int64_t tile, int64_t b, ui
 template <int R, int DIGITS>
 void panel_rows(const uint32_t* panel, int64_t pairs, const Activations& a, const int32_t* const* x, int64_t at,
                 const F32* wscale, float* sums) {
-  I32 acc[R * 2 * DIGITS];  // [r][v][digit]
-  DSTGI_UNROLL
-  for (int i = 0; i < R * 2 * DIGITS; ++i) acc[i] = izero();
-  const int32_t *x0 = x[0], *x1 = x[1];
-  for (int64_t p = 0; p < pairs; ++p, panel += TILE, x0 += a.chunk, x1 += a.chunk) {
-    const I32 q0 = iload(panel), q1 = iload(panel + LANES);
-    DSTGI_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const I32 high = iset1(x0[r]);
-      acc[r * 2 * DIGITS] = dot_pairs(acc[r * 2 * DIGITS], q0, high);
-      acc[(r * 2 + 1) * DIGITS] = dot_pairs(acc[(r * 2 + 1) * DIGITS], q1, high);
-      if (DIGITS == 2) {
-        const I32 low = iset1(x1[r]);
-        acc[r * 4 + 1] = dot_pairs(acc[r * 4 + 1], q0, low);
-        acc[r * 4 + 3] = dot_pairs(acc[r * 4 + 3], q1, low);
-      }
-    }
-  }
+  constexpr int V = BESIDE;
   const float* xscale = a.scale + at;
-  DSTGI_UNROLL
-  for (int i = 0; i < R * 2; ++i) {
-    float* sum = sums + i * LANES;
-    store(sum, fold<DIGITS>(acc + i * DIGITS, xscale[i / 2], wscale[i % 2], load(sum)));
-  }
-}
-
-template <int DIGITS>
-DSTGI_INLINE void panel_dispatch(int rows, const uint32_t* panel, int64_t pairs, const Activations& a,
-                                 const int32_t* const* x, int64_t at, const F32* wscale, float* sums) {
-  switch (rows) {
-#define DSTGI_ROWS(R) \
-  case R:             \
-    return panel_rows<(R)*DIGITS <= 12 ? (R) : 1, DIGITS>(panel, pairs, a, x, at, wscale, sums)
-    DSTGI_ROWS(1);
-    DSTGI_ROWS(2);
-    DSTGI_ROWS(3);
-    DSTGI_ROWS(4);
-    DSTGI_ROWS(5);
-    DSTGI_ROWS(6);
-    DSTGI_ROWS(7);
-    DSTGI_ROWS(8);
-    DSTGI_ROWS(9);
-    DSTGI_ROWS(10);
-    DSTGI_ROWS(11);
-    DSTGI_ROWS(12);
-#undef DSTGI_ROWS
+  for (int v0 = 0; v0 < 2; v0 += V) {
+    I32 acc[R * V * DIGITS];  // [r][v][digit]
+    DSTGI_UNROLL
+    for (int i = 0; i < R * V * DIGITS; ++i) acc[i] = izero();
+    const int32_t *x0 = x[0], *x1 = x[1];
+    const uint32_t* from = panel + v0 * LANES;
+    for (int64_t p = 0; p < pairs; ++p, from += TILE, x0 += a.chunk, x1 += a.chunk) {
+      I32 q[V];
+      DSTGI_UNROLL
+      for (int v = 0; v < V; ++v) q[v] = iload(from + v * LANES);
+      DSTGI_UNROLL
+      for (int r = 0; r < R; ++r) DSTGI_UNROLL
+        for (int d = 0; d < DIGITS; ++d) {
+          const I32 pair = iset1((d == 0 ? x0 : x1)[r]);
+          DSTGI_UNROLL
+          for (int v = 0; v < V; ++v)
+            acc[(r * V + v) * DIGITS + d] = dot_pairs(acc[(r * V + v) * DIGITS + d], q[v], pair);
+        }
+    }
+    DSTGI_UNROLL
+    for (int i = 0; i < R * V; ++i) {
+      float* sum = sums + (i / V * 2 + v0 + i % V) * LANES;
+      store(sum, fold<DIGITS>(acc + i * DIGITS, xscale[i / V], wscale[v0 + i % V], load(sum)));
+    }
   }
 }
 
 // All rows against one tile of outputs, by way of panels.
 template <class Format, int DIGITS>
 void panel_tile(const Call& c, const Activations& a, int64_t tile) {
-  constexpr int MAX_ROWS = 12 / DIGITS;
+  constexpr int MAX_ROWS = MAX_SUMS / DIGITS;
   alignas(64) uint32_t panel[MAX_WIDTH / 2 * TILE];
   alignas(64) float sums[CHUNK_ROWS * TILE];
   const QuantWeight& w = *c.w;
@@ -223,8 +211,10 @@ void panel_tile(const Call& c, const Activations& a, int64_t tile) {
         const int64_t from = rows * s / steps, to = rows * (s + 1) / steps;
         const int64_t at = begin / a.chunk * w.blocks + b, place = at * (w.width / 2) * a.chunk + from;
         const int32_t* x[2] = {a.pairs[0] + place, a.pairs[1] + place};
-        panel_dispatch<DIGITS>(static_cast<int>(to - from), panel, w.width / 2, a, x, at * a.chunk + from, wscale,
-                               sums + from * TILE);
+        with_count<MAX_ROWS>(to - from, [&](auto count) {
+          panel_rows<decltype(count)::value, DIGITS>(panel, w.width / 2, a, x, at * a.chunk + from, wscale,
+                                                     sums + from * TILE);
+        });
       }
     }
     for (int64_t r = 0; r < rows; ++r) {
@@ -245,7 +235,6 @@ Activations place_digits(const Call& c) {
   return lay_out(*c.w, c.m, chunk, shared_scratch.get(digit_bytes(*c.w, c.m, chunk)));
 }
 
-template <int DIGITS>
 void prepare_row(const Call& c, int64_t row, const Activations& a, float* buffer) {
   const float* x = c.x + row * c.x_stride;
   if (c.prologue == NORM) {
@@ -255,28 +244,21 @@ void prepare_row(const Call& c, int64_t row, const Activations& a, float* buffer
     silu_row(x, x + c.w->k, c.w->k, buffer);
     x = buffer;
   }
-  quantise_row<DIGITS>(*c.w, x, a, row);
+  quant_row(*c.w, x, a, row);
 }
 
 template <class Format, int DIGITS>
 DSTGI_INLINE void direct_rows(const Call& c, const Activations& a, int64_t tile) {
-  switch (c.m) {
-    case 1:
-      return direct_tile<Format, 1, DIGITS>(c, a, tile);
-    case 2:
-      return direct_tile<Format, 2, DIGITS>(c, a, tile);
-    case 3:
-      return direct_tile<Format, 3, DIGITS>(c, a, tile);
-    default:
-      return direct_tile<Format, 4, DIGITS>(c, a, tile);
-  }
+  constexpr int MOST = MANY_REGISTERS ? DIRECT_ROWS : 4 / DIGITS;
+  for (int64_t row = 0; row < c.m; row += MOST)
+    with_count<MOST>(c.m - row, [&](auto count) { direct_tile<Format, decltype(count)::value, DIGITS>(c, a, row, tile); });
 }
 
 template <class Format, int DIGITS>
 void direct(const Call& c, int64_t tiles) {
   const Activations a = place_digits(c);
   float* buffer = row_buffer(c);
-  for (int64_t row = 0; row < c.m; ++row) prepare_row<DIGITS>(c, row, a, buffer);
+  for (int64_t row = 0; row < c.m; ++row) prepare_row(c, row, a, buffer);
   // Runs of tiles, so that a thread streams through memory; a few a thread, so that one held up delays little.
   const int64_t runs = tiles < RUNS * c.w->num_threads ? tiles : RUNS * c.w->num_threads;
   parallel(c.w->num_threads, runs, [&](int64_t i) {
@@ -289,7 +271,7 @@ void panels(const Call& c, int64_t tiles) {
   const Activations a = place_digits(c);
   parallel(c.w->num_threads, (c.m + RUNS - 1) / RUNS, [&](int64_t i) {
     float* buffer = row_buffer(c);
-    for (int64_t row = i * RUNS; row < (i + 1) * RUNS && row < c.m; ++row) prepare_row<DIGITS>(c, row, a, buffer);
+    for (int64_t row = i * RUNS; row < (i + 1) * RUNS && row < c.m; ++row) prepare_row(c, row, a, buffer);
   });
   parallel(c.w->num_threads, tiles, [&](int64_t tile) { panel_tile<Format, DIGITS>(c, a, tile); });
 }

@@ -21,6 +21,8 @@
 #define DSTGI_INLINE static inline __attribute__((always_inline))
 // Loops over arrays of vectors must vanish before the compiler decides what lives in registers.
 #define DSTGI_UNROLL _Pragma("GCC unroll 64")
+// A register tile by itself: its callers' variables do not compete for the registers.
+#define DSTGI_APART __attribute__((noinline))
 
 namespace simd {
 
@@ -36,6 +38,9 @@ constexpr int LANES = 16;
 #endif
 
 #ifndef DSTGI_AVX2
+// x, which a tile will use more than once.
+DSTGI_INLINE F32 held(F32 x) { return x; }
+
 // Lane sums and maxima in one fixed tree, the same on every machine: halves folded onto each other.
 DSTGI_INLINE float sum_lanes(F32 x) {
   float a[LANES];
