@@ -16,10 +16,12 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from deepseek_tgi.kernels.compilation import Compilation, RefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,6 @@ _BASE_FLAGS = (
 )  # fmt: skip
 AVX2_FLAGS = ("-mno-avx512f",)
 PORTABLE_FLAGS = ("-DDSTGI_PORTABLE", *AVX2_FLAGS)
-_BUILD_TIMEOUT_S = 300
 _WORK_PREFIX = "build-"
 _private_folders: set[Path] = set()
 
@@ -106,6 +107,13 @@ def build(extra_flags: Sequence[str] = ()) -> Path:
         raise BuildError(f"building the native library failed: {error}") from error
 
 
+def build_ahead() -> None:
+    """Have `build` find its work done, where what it makes is kept. Failures are left for it to tell."""
+    if _can_be_written(cache_folder()):
+        with suppress(BuildError):
+            build()
+
+
 def discard_private(library: Path) -> None:
     """Remove `library` if it was built outside the cache. Once it is loaded its file is not needed any more."""
     if library.parent in _private_folders:
@@ -122,14 +130,19 @@ def _cpu_features() -> bytes:
     return b"\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _writable(folder: Path) -> Path:
-    """`folder` if it can be written, else a private temporary folder (then the build is not kept)."""
+def _can_be_written(folder: Path) -> bool:
+    """True if it is there now and files can be made in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
     except OSError:
-        pass
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _writable(folder: Path) -> Path:
+    """`folder` if it can be written, else a private temporary folder (then the build is not kept)."""
+    if _can_be_written(folder):
+        return folder
     private = Path(tempfile.mkdtemp(prefix="deepseek-tgi-"))
     _private_folders.add(private)
     atexit.register(shutil.rmtree, private, ignore_errors=True)
@@ -150,44 +163,14 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _compile(recipe: Recipe, folder: Path, target: Path) -> None:
     started = time.monotonic()
-    logger.info("compiling the native kernels with %s, once for this machine: a minute or two", recipe.compiler)
+    logger.info("compiling the native kernels with %s, once for this machine", recipe.compiler)
     for abandoned in folder.glob(f"{_WORK_PREFIX}*"):  # its process is gone: this one holds the lock
         shutil.rmtree(abandoned, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=_WORK_PREFIX) as work:
-        sources = sorted(_SOURCE_FOLDER.glob("*.cpp"))
-        objects = [Path(work) / (source.stem + ".o") for source in sources]
-        _run_all(
-            (
-                [recipe.compiler, *recipe.flags, "-c", str(source), "-o", str(built)]
-                for source, built in zip(sources, objects, strict=True)
-            ),
-            work,
-        )
         linked = Path(work) / target.name
-        _run_all([[recipe.compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)]], work)
+        try:
+            Compilation(recipe.compiler, recipe.flags, _SOURCE_FOLDER, Path(work)).shared_library(linked)
+        except RefusedError as error:
+            raise BuildError(f"the compiler refused: {str(error)[:2000]}") from error
         linked.replace(target)
     logger.info("native kernels built with %s in %.1f s: %s", recipe.compiler, time.monotonic() - started, target)
-
-
-def _run_all(commands: Iterable[list[str]], work: str) -> None:
-    """Run compiler commands side by side, their own temporary files in `work`: a killed compiler leaves them behind.
-
-    Raises `BuildError` with the compiler's own words.
-    """
-    environ = {**os.environ, "TMPDIR": work}
-    running = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ)
-        for command in commands
-    ]
-    failures = []
-    for process in running:
-        try:
-            _, errors = process.communicate(timeout=_BUILD_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            for other in running:
-                other.kill()
-            raise
-        if process.returncode:
-            failures.append(errors.strip() or f"exit status {process.returncode}")
-    if failures:
-        raise BuildError(f"the compiler refused: {failures[0][:2000]}")

@@ -165,6 +165,40 @@ def test_an_abandoned_build_is_swept_and_the_compilers_files_are_in_the_build_fo
     assert sorted(path.name for path in library.parent.iterdir()) == [library.name, "native.lock"]
 
 
+def test_a_compiler_that_will_not_prepare_headers_reads_them_in_each_file(stand_in: Path) -> None:
+    script = stand_in.with_name("cxx")
+    script.write_text(script.read_text().replace("echo", 'case "$*" in *c++-header*) exit 1;; esac\necho', 1))
+    assert compiler.build().exists()
+
+
+def test_no_more_compilers_run_than_there_are_processors(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    script = tmp_path / "cxx"
+    body = f"mkdir -p {tmp_path}/at; : > {tmp_path}/at/$$; ls {tmp_path}/at | wc -l >> {tmp_path}/counts; sleep 0.1\n"
+    script.write_text(script.read_text() + body + f"rm {tmp_path}/at/$$\n")
+    compiler.build()
+    assert max(map(int, (tmp_path / "counts").read_text().split())) == 3
+
+
+def test_what_is_built_ahead_is_what_build_finds(stand_in: Path) -> None:
+    compiler.build_ahead()
+    made = num_calls(stand_in)
+    assert made > 1
+    compiler.build()
+    assert num_calls(stand_in) == made
+
+
+def test_nothing_is_built_ahead_that_would_not_be_kept(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    compiler.build_ahead()
+    assert num_calls(stand_in) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
