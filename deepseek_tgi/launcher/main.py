@@ -15,7 +15,7 @@ from deepseek_tgi import __version__
 from deepseek_tgi.adapters.hub import DEMO_MODEL_ID, SMALL_MODEL_ID, resolve_folder
 from deepseek_tgi.config import DEFAULT_BACKEND, LauncherConfig, read
 from deepseek_tgi.errors import DeepseekTgiError
-from deepseek_tgi.launcher import download, handover, router, shards
+from deepseek_tgi.launcher import download, handover, kernels, router, shards
 from deepseek_tgi.launcher.check import check_doors, check_options, check_port, check_shards, given_without_effect
 from deepseek_tgi.launcher.model_facts import (
     attention_environment,
@@ -120,8 +120,13 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if ignored := given_without_effect(resolved.origins, stock):
         whose = "on this backend behind TGI's own router" if stock else "on this backend"
         logger.warning("Without effect %s: %s", whose, ", ".join(ignored))
-    model = config.weights_cache_override or prepared_model(config.model_id, environ, signals)
-    return launch(config, model, environ, signals) if model is not None else 0
+    compiling = kernels.start(config, environ)
+    try:
+        model = config.weights_cache_override or prepared_model(config.model_id, environ, signals)
+        return launch(config, model, environ, signals) if model is not None else 0
+    finally:
+        if compiling is not None:
+            stop(compiling, 0.0, signals)
 
 
 def check(config: LauncherConfig, environ: Mapping[str, str]) -> None:

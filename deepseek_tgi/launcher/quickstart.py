@@ -103,7 +103,7 @@ def _wait_healthy(wish: Wish, child: Child, signals: StopSignals, tail: deque[by
         _check(child, tail)
         if not told and any(_COMPILING in line for line in tuple(tail)):
             told = True
-            say("(compiling the kernels for this machine, once: a minute or two) … ")
+            say("(compiling the kernels for this machine, once) … ")
         try:
             with _open(f"http://{HOST}:{wish.port}/health"):
                 return True

@@ -32,7 +32,7 @@ def said_while_waiting(free_port: int, *lines: bytes) -> list[str]:
 
 def test_a_first_start_that_compiles_says_so_once(free_port: int) -> None:
     line = b"2026-01-01T00:00:00Z  INFO deepseek_tgi.launcher.shard: compiling the native kernels with g++, once\n"
-    assert said_while_waiting(free_port, line) == ["(compiling the kernels for this machine, once: a minute or two) … "]
+    assert said_while_waiting(free_port, line) == ["(compiling the kernels for this machine, once) … "]
 
 
 def test_a_start_with_kernels_says_nothing(free_port: int) -> None:
