@@ -39,7 +39,7 @@ class ModelLoads:
     ) -> None:
         """`generation` is the first model's."""
         self.repository = Repository(shared.config.model_repository)
-        self.leaving: set[asyncio.Task[None]] = set()
+        self.leaving: dict[asyncio.Task[None], ServedModel] = {}
         self._shared = shared
         self._models = models
         self._control = control
@@ -121,8 +121,8 @@ class ModelLoads:
                 logger.error("%s could not be unloaded: %s", model.name, error)
 
         task = asyncio.create_task(retire(), name=f"retiring {model.name}")
-        self.leaving.add(task)
-        task.add_done_callback(self.leaving.discard)
+        self.leaving[task] = model
+        task.add_done_callback(lambda done: self.leaving.pop(done, None))
 
     async def gone(self, model: ServedModel) -> None:
         """Give up a model that nobody uses, here and in the shards."""
@@ -132,13 +132,20 @@ class ModelLoads:
         logger.info("%s (generation %d) is unloaded, %d bytes are free", model.name, model.generation, freed)
 
     async def until_idle(self, model: ServedModel, change: Change) -> None:
-        """Wait until nobody uses a model. Raises `ModelChangeError`, and lets it serve on, if that takes too long."""
-        seconds = self._shared.config.drain_timeout
+        """Wait until nobody uses a model, nor those that it followed: without any the shards run no step.
+
+        Raises `ModelChangeError`, and lets it serve on, if that takes too long.
+        """
+        loop, seconds = asyncio.get_running_loop(), self._shared.config.drain_timeout
+        deadline = loop.time() + seconds
         self._told(change)("draining", 0.0)
-        if not await idle(model, seconds):
-            left = model.traffic.active
+        if self.leaving:
+            await asyncio.wait(set(self.leaving), timeout=seconds)
+        if self.leaving or not await idle(model, max(0.0, deadline - loop.time())):
+            used = [each for each in (*self.leaving.values(), model) if each.traffic.active] or [model]
+            left, names = sum(each.traffic.active for each in used), " and ".join(each.name for each in used)
             self._models.resume()
-            raise ModelChangeError(f"{left} requests of {model.name} still run after {seconds:g} s; it serves on")
+            raise ModelChangeError(f"{left} requests of {names} still run after {seconds:g} s; {model.name} serves on")
 
     async def shrink(self, model: ServedModel) -> list[int]:
         """Take the free blocks of a model's cache out of use and give their memory back."""

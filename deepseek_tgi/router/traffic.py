@@ -29,7 +29,9 @@ class Traffic:
                 self._idle.set()
 
     async def idle_within(self, seconds: float | None) -> bool:
-        """Wait until nothing is being answered; false if that takes longer."""
+        """Wait until nothing is being answered; false if that takes longer. None waits however long it takes."""
+        if not self.active:
+            return True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except (asyncio.TimeoutError, TimeoutError):

@@ -27,6 +27,7 @@ from deepseek_tgi.router.model_changes import ModelChanges
 from deepseek_tgi.router.model_files import load_model_files
 from deepseek_tgi.router.requests import GenerateRequest, Parameters
 from deepseek_tgi.router.startup import introduce
+from deepseek_tgi.router.traffic import Traffic
 
 OTHER = Wish("other")
 BLOCKS = 300
@@ -220,11 +221,53 @@ async def test_what_does_not_end_in_time_keeps_the_old_model(bench: Bench) -> No
     changing = asyncio.create_task(refused(bench, Wish("other", plan="drain")))
     await asyncio.sleep(0.1)
     waiting = await bench.asking()
-    assert await changing == "1 requests of first still run after 0.4 s; it serves on"
+    assert await changing == "1 requests of first still run after 0.4 s; first serves on"
     bench.shard.gate.set()
     assert (await running).ending.generated_tokens == (await waiting).ending.generated_tokens == 3
     assert bench.control.names == []
     assert bench.state() is State.READY
+
+
+@pytest.mark.parametrize("verb", ["drain", "unload", "sleep"])
+async def test_a_model_does_not_go_while_one_before_it_still_finishes(bench: Bench, verb: str) -> None:
+    """Its shard would then have no model to serve, and refuse the steps of the requests that were taken."""
+    bench.shard.gate.clear()
+    running = await bench.asking()
+    second = (await bench.changes.load(OTHER)).generation
+    work = {
+        "drain": lambda: bench.changes.load(Wish("third", plan="drain")),
+        "unload": bench.changes.unload,
+        "sleep": lambda: bench.changes.sleep(False),
+    }[verb]
+    changing = asyncio.create_task(work())
+    await asyncio.sleep(0.1)
+    assert bench.control.names == ["load", "publish"], "something was taken away from under a request that runs"
+    bench.shard.gate.set()
+    assert (await running).ending.generated_tokens == 3
+    assert (await changing).state == "done"
+    assert bench.control.calls[2] == ("unload", 1)
+    assert bench.control.names[3] == {"drain": "unload", "unload": "unload", "sleep": "sleep"}[verb]
+    assert verb == "sleep" or bench.control.calls[3] == ("unload", second)
+
+
+async def test_a_model_before_that_does_not_finish_in_time_keeps_the_one_that_serves(bench: Bench) -> None:
+    bench.shard.gate.clear()
+    running = await bench.asking()
+    await bench.changes.load(OTHER)
+    text = await refused(bench, Wish("third", plan="drain"))
+    assert text == "1 requests of first still run after 0.4 s; other serves on"
+    assert bench.serving[0] == "other"
+    assert bench.state() is State.READY
+    bench.shard.gate.set()
+    assert (await running).ending.generated_tokens == 3
+
+
+async def test_who_gives_no_time_to_drain_still_drains_what_is_idle() -> None:
+    traffic = Traffic()
+    assert await traffic.idle_within(0.0)
+    with traffic.request():
+        assert not await traffic.idle_within(0.0)
+    assert await traffic.idle_within(0.0)
 
 
 async def test_requests_wait_only_so_long_and_only_so_many(bench: Bench) -> None:
