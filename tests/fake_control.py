@@ -34,9 +34,11 @@ class FakeControl(control_pb2_grpc.ModelControlServicer):
     tokenizer_sha256: str | None = None
     newest: int = 1
     failing: set[str] = field(default_factory=set)
+    unload_gate: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.gate.set()
+        self.unload_gate.set()
 
     @property
     def names(self) -> list[str]:
@@ -84,6 +86,7 @@ class FakeControl(control_pb2_grpc.ModelControlServicer):
 
     async def Unload(self, request: Any, context: Any) -> pb.UnloadResponse:
         self.calls.append(("unload", request.generation))
+        await self.unload_gate.wait()
         await self._perhaps_failing("unload", context)
         return pb.UnloadResponse(freed_bytes=1)
 

@@ -13,6 +13,8 @@ from deepseek_tgi.router.errors import ModelChangeError
 from deepseek_tgi.router.model_files import ModelFiles, load_model_files
 
 PLANS = ("auto", "beside", "drain")
+Stamp = tuple[tuple[str, int, int], ...]
+READ = ("*.safetensors", "*.json", "*.jinja")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,26 @@ class Change:
     seconds: float = 0.0
     pause_s: float = 0.0
     steps: int = 0
+
+    @property
+    def said(self) -> str:
+        """What goes on, in words."""
+        how_far = f" ({self.stage} {self.percent:.0f} %)" if self.stage else ""
+        return f"{self.kind} {self.model}{how_far}"
+
+
+def is_plain(wish: Wish) -> bool:
+    """True if nothing is to be checked or done in a certain way: only this model, and perhaps this revision."""
+    return wish.quantize is None and wish.manifest_sha256 is None and wish.plan == "auto"
+
+
+def stamp_of(folder: Path) -> Stamp:
+    """Name, size and time of every file that a load reads: equal while nobody has changed one."""
+    try:
+        found = [path for pattern in READ for path in folder.glob(pattern)]
+        return tuple(sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in found))
+    except OSError:
+        return ()
 
 
 def files_of(config: RouterConfig, loaded: pb.LoadedModel) -> ModelFiles:

@@ -141,7 +141,10 @@ class InferenceService(ServerFacts):
     async def RepositoryModelLoad(
         self, request: pb.RepositoryModelLoadRequest, context: Any
     ) -> pb.RepositoryModelLoadResponse:
-        """Serve another model; answers when it takes the requests. Raises with the reason if it does not."""
+        """Serve another model; answers when it takes the requests. Raises with the reason if it does not.
+
+        As of Triton, nothing happens if it does already and its files are the same.
+        """
         changes = self._changing(context)
         given = {key: value.string_param for key, value in request.parameters.items() if value.string_param}
         if unknown := sorted(given.keys() - set(LOAD_PARAMETERS)):
@@ -150,7 +153,9 @@ class InferenceService(ServerFacts):
             raise RequestError("files cannot be sent: a model is loaded from this machine")
         if given.get("plan", "auto") not in PLANS:
             raise RequestError(f"plan: got {given['plan']!r}, expected one of {', '.join(PLANS)}")
-        await changes.started(changes.load(Wish(request.model_name, **given)))
+        wish = Wish(request.model_name, **given)
+        if not await changes.serves(wish):
+            await changes.started(changes.load(wish))
         return pb.RepositoryModelLoadResponse()
 
     @answered

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.pb import control_pb2 as pb
-from deepseek_tgi.router.change import Change, Wish, files_of
+from deepseek_tgi.router.change import Change, Stamp, Wish, files_of, stamp_of
 from deepseek_tgi.router.config import RouterConfig
 from deepseek_tgi.router.control import ControlClient, Told
 from deepseek_tgi.router.errors import ModelChangeError
@@ -45,6 +46,14 @@ class ModelLoads:
         self._control = control
         self._generation = generation
         self._told = told
+        self._stamps: dict[int, Stamp] = {}
+        if models.current is not None:
+            self._stamps[generation] = stamp_of(_folder(models.current))
+
+    async def unchanged(self, model: ServedModel) -> bool:
+        """True if the model's files are what they were when it was loaded."""
+        known = None if model.generation is None else self._stamps.get(model.generation)
+        return bool(known) and known == await asyncio.to_thread(stamp_of, _folder(model))
 
     async def loaded(self, wish: Wish, change: Change, known: RouterConfig | None = None) -> ServedModel:
         """A model that the shards hold and that nobody gets yet; a failure leaves nothing behind.
@@ -81,7 +90,9 @@ class ModelLoads:
         try:
             named = known or renamed(config, loaded.folder, wish.model_id, wish.revision)
             files = await asyncio.to_thread(files_of, named, loaded)
-            return self._shared.model(named, facts_of(named, loaded), files, generation)
+            model = self._shared.model(named, facts_of(named, loaded), files, generation)
+            self._stamps[generation] = await asyncio.to_thread(stamp_of, _folder(model))
+            return model
         except BaseException as error:
             await self._undone(generation)
             if isinstance(error, ModelChangeError) or not isinstance(error, Exception):
@@ -127,6 +138,7 @@ class ModelLoads:
     async def gone(self, model: ServedModel) -> None:
         """Give up a model that nobody uses, here and in the shards."""
         assert model.generation is not None
+        self._stamps.pop(model.generation, None)
         self._models.drop(model)
         freed = await self._control.unload(model.generation)
         logger.info("%s (generation %d) is unloaded, %d bytes are free", model.name, model.generation, freed)
@@ -166,6 +178,10 @@ class ModelLoads:
         if model.scheduler.blocks is not None and model.generation is not None:
             await self._control.discard(model.generation, [])
             model.scheduler.blocks.restore(withheld)
+
+
+def _folder(model: ServedModel) -> Path:
+    return Path(model.state.config.tokenizer_name)
 
 
 def _unforeseen(wish: Wish, error: Exception) -> ModelChangeError:

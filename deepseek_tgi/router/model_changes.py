@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from deepseek_tgi.errors import DeepseekTgiError, ResourceError
-from deepseek_tgi.router.change import Change, Wish
+from deepseek_tgi.router.change import Change, Wish, is_plain
 from deepseek_tgi.router.control import ControlClient
 from deepseek_tgi.router.errors import ModelChangeError
 from deepseek_tgi.router.loads import ModelLoads
@@ -52,6 +52,13 @@ class ModelChanges:
     def running(self) -> Change | None:
         """What goes on now."""
         return self._running
+
+    async def serves(self, wish: Wish) -> bool:
+        """True if the wish has come true: this model takes the requests, and neither revision nor files are others."""
+        model = self.models.open
+        if model is None or self._running is not None or wish.model_id != model.name or not is_plain(wish):
+            return False
+        return wish.revision in {None, model.state.config.revision} and await self._loads.unchanged(model)
 
     async def load(self, wish: Wish) -> Change:
         """Serve another model. Raises `ModelChangeError` with the reason; what served before still does, or it says."""
@@ -274,8 +281,10 @@ class ModelChanges:
 
     @asynccontextmanager
     async def _change(self, kind: str, model: str) -> AsyncIterator[Change]:
+        """One at a time. It is over, and another may begin, from the instant that clients get the new model."""
         if self._running is not None:
-            raise ModelChangeError(f"refused: {self._running.kind} {self._running.model} is under way; one at a time")
+            under_way = self._running.said
+            raise ModelChangeError(f"refused: {under_way} is under way; one at a time, ask again when it is over")
         if self._shared.traffic.draining:
             raise ModelChangeError("refused: the server is shutting down")
         change = self._running = Change(kind, model)

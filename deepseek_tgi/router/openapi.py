@@ -6,82 +6,68 @@ from collections.abc import Collection
 from typing import Any
 
 from deepseek_tgi import __version__
+from deepseek_tgi.router.openapi_admin import ADMIN_SCHEMAS, admin_paths
+from deepseek_tgi.router.openapi_schema import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    TEXT,
+    Schema,
+    list_of,
+    nullable,
+    object_of,
+    optional,
+    ref,
+)
 
-Schema = dict[str, Any]
-
-TEXT: Schema = {"type": "string"}
-FLAG: Schema = {"type": "boolean"}
-COUNT: Schema = {"type": "integer", "minimum": 0}
-NUMBER: Schema = {"type": "number", "format": "float"}
-
-
-def _nullable(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _list(item: Schema) -> Schema:
-    return {"type": "array", "items": item}
-
-
-def _ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _object(required: str, **properties: Schema) -> Schema:
-    """An object; `required` lists names separated by spaces."""
-    return {"type": "object", "properties": properties, "required": required.split()}
-
-
-def _optional(**properties: Schema) -> dict[str, Schema]:
-    return {name: _nullable(schema) for name, schema in properties.items()}
-
-
-TOKEN = _object("id text logprob special", id=COUNT, text=TEXT, logprob=_nullable(NUMBER), special=FLAG)
-PREFILL_TOKEN = _object("id text logprob", id=COUNT, text=TEXT, logprob=_nullable(NUMBER))
+TOKEN = object_of("id text logprob special", id=COUNT, text=TEXT, logprob=nullable(NUMBER), special=FLAG)
+PREFILL_TOKEN = object_of("id text logprob", id=COUNT, text=TEXT, logprob=nullable(NUMBER))
 REASON: Schema = {"type": "string", "enum": ["length", "eos_token", "stop_sequence"]}
-ENDED = {"finish_reason": REASON, "generated_tokens": COUNT, "seed": _nullable(COUNT)}
-LISTS = {"prefill": _list(PREFILL_TOKEN), "tokens": _list(TOKEN), "top_tokens": _list(_list(TOKEN))}
-USAGE = _object(
+ENDED = {"finish_reason": REASON, "generated_tokens": COUNT, "seed": nullable(COUNT)}
+LISTS = {"prefill": list_of(PREFILL_TOKEN), "tokens": list_of(TOKEN), "top_tokens": list_of(list_of(TOKEN))}
+USAGE = object_of(
     "prompt_tokens completion_tokens total_tokens", prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT
 )
-TOOL_CALL = _object(
+TOOL_CALL = object_of(
     "id type function",
     id=TEXT,
     type=TEXT,
-    function=_object("name arguments", description=_nullable(TEXT), name=TEXT, arguments=TEXT),
+    function=object_of("name arguments", description=nullable(TEXT), name=TEXT, arguments=TEXT),
 )
-FUNCTION = _object("name", name=TEXT, description=_nullable(TEXT), parameters={"type": "object"})
+FUNCTION = object_of("name", name=TEXT, description=nullable(TEXT), parameters={"type": "object"})
 GRAMMAR: Schema = {
     "oneOf": [
-        _object("type value", type={"enum": ["json", "json_object"]}, value={}),
-        _object("type value", type={"const": "regex"}, value=TEXT),
-        _object("type value", type={"const": "json_schema"}, value=_object("schema", name=TEXT, schema={})),
+        object_of("type value", type={"enum": ["json", "json_object"]}, value={}),
+        object_of("type value", type={"const": "regex"}, value=TEXT),
+        object_of("type value", type={"const": "json_schema"}, value=object_of("schema", name=TEXT, schema={})),
     ]
 }
 RESPONSE_FORMAT: Schema = {
     "anyOf": [
-        _ref("GrammarType"),
-        _object("type", type={"const": "text"}),
-        _object("type json_schema", type={"const": "json_schema"}, json_schema=_object("schema", name=TEXT, schema={})),
+        ref("GrammarType"),
+        object_of("type", type={"const": "text"}),
+        object_of(
+            "type json_schema", type={"const": "json_schema"}, json_schema=object_of("schema", name=TEXT, schema={})
+        ),
     ]
 }
 CONTENT: Schema = {
     "oneOf": [
         TEXT,
-        _list(_object("type", type=TEXT, text=TEXT, image_url=_object("url", url=TEXT))),
+        list_of(object_of("type", type=TEXT, text=TEXT, image_url=object_of("url", url=TEXT))),
         {"type": "null"},
     ]
 }
-OPENAI_COMMON = _optional(
+OPENAI_COMMON = optional(
     model=TEXT, max_tokens=COUNT, temperature=NUMBER, top_p=NUMBER, frequency_penalty=NUMBER, seed=COUNT
-) | {"stream": FLAG, "stop": _nullable({"oneOf": [TEXT, _list(TEXT)]})}
+) | {"stream": FLAG, "stop": nullable({"oneOf": [TEXT, list_of(TEXT)]})}
 
 SCHEMAS: dict[str, Schema] = {
-    "ErrorResponse": _object("error error_type", error=TEXT, error_type=TEXT),
+    "ErrorResponse": object_of("error error_type", error=TEXT, error_type=TEXT),
     "GrammarType": GRAMMAR,
-    "GenerateParameters": _object(
+    "GenerateParameters": object_of(
         "",
-        **_optional(
+        **optional(
             best_of=COUNT,
             temperature=NUMBER,
             repetition_penalty=NUMBER,
@@ -94,27 +80,27 @@ SCHEMAS: dict[str, Schema] = {
             truncate=COUNT,
             seed=COUNT,
             top_n_tokens=COUNT,
-            grammar=_ref("GrammarType"),
+            grammar=ref("GrammarType"),
             adapter_id=TEXT,
         ),
         do_sample=FLAG,
-        stop=_list(TEXT),
+        stop=list_of(TEXT),
         watermark=FLAG,
         details=FLAG,
         decoder_input_details=FLAG,
     ),
-    "GenerateRequest": _object("inputs", inputs=TEXT, parameters=_ref("GenerateParameters")),
-    "CompatGenerateRequest": _object("inputs", inputs=TEXT, parameters=_ref("GenerateParameters"), stream=FLAG),
+    "GenerateRequest": object_of("inputs", inputs=TEXT, parameters=ref("GenerateParameters")),
+    "CompatGenerateRequest": object_of("inputs", inputs=TEXT, parameters=ref("GenerateParameters"), stream=FLAG),
     "Token": TOKEN,
-    "GenerateResponse": _object(
+    "GenerateResponse": object_of(
         "generated_text",
         generated_text=TEXT,
-        details=_object(
+        details=object_of(
             "finish_reason generated_tokens seed prefill tokens",
             **ENDED,
             **LISTS,
-            best_of_sequences=_list(
-                _object(
+            best_of_sequences=list_of(
+                object_of(
                     "generated_text finish_reason generated_tokens seed prefill tokens",
                     generated_text=TEXT,
                     **ENDED,
@@ -123,66 +109,66 @@ SCHEMAS: dict[str, Schema] = {
             ),
         ),
     ),
-    "StreamResponse": _object(
+    "StreamResponse": object_of(
         "index token generated_text details",
         index=COUNT,
         token=TOKEN,
-        top_tokens=_list(TOKEN),
-        generated_text=_nullable(TEXT),
-        details=_nullable(_object("finish_reason generated_tokens seed input_length", **ENDED, input_length=COUNT)),
+        top_tokens=list_of(TOKEN),
+        generated_text=nullable(TEXT),
+        details=nullable(object_of("finish_reason generated_tokens seed input_length", **ENDED, input_length=COUNT)),
     ),
-    "ChatRequest": _object(
+    "ChatRequest": object_of(
         "messages",
-        messages=_list(
-            _object(
+        messages=list_of(
+            object_of(
                 "role",
                 role=TEXT,
                 content=CONTENT,
-                name=_nullable(TEXT),
-                tool_call_id=_nullable(TEXT),
-                tool_calls=_nullable(_list(TOOL_CALL)),
+                name=nullable(TEXT),
+                tool_call_id=nullable(TEXT),
+                tool_calls=nullable(list_of(TOOL_CALL)),
             )
         ),
         **OPENAI_COMMON,
-        **_optional(
+        **optional(
             max_completion_tokens=COUNT,
             presence_penalty=NUMBER,
             logprobs=FLAG,
             top_logprobs=COUNT,
-            stream_options=_object("include_usage", include_usage=FLAG),
-            tools=_list(_object("type function", type=TEXT, function=FUNCTION)),
-            tool_choice={"oneOf": [TEXT, _object("type function", type=TEXT, function=_object("name", name=TEXT))]},
+            stream_options=object_of("include_usage", include_usage=FLAG),
+            tools=list_of(object_of("type function", type=TEXT, function=FUNCTION)),
+            tool_choice={"oneOf": [TEXT, object_of("type function", type=TEXT, function=object_of("name", name=TEXT))]},
             tool_prompt=TEXT,
             response_format=RESPONSE_FORMAT,
         ),
     ),
-    "ChatCompletion": _object(
+    "ChatCompletion": object_of(
         "object id created model system_fingerprint choices usage",
         **dict.fromkeys(("object", "id", "model", "system_fingerprint"), TEXT),
         created=COUNT,
-        choices=_list(
-            _object(
+        choices=list_of(
+            object_of(
                 "index message logprobs finish_reason",
                 index=COUNT,
-                message=_object("role", role=TEXT, content=TEXT, tool_calls=_list(TOOL_CALL)),
-                logprobs=_nullable({"type": "object"}),
+                message=object_of("role", role=TEXT, content=TEXT, tool_calls=list_of(TOOL_CALL)),
+                logprobs=nullable({"type": "object"}),
                 finish_reason=TEXT,
             )
         ),
         usage=USAGE,
     ),
-    "CompletionRequest": _object(
+    "CompletionRequest": object_of(
         "prompt",
-        prompt={"oneOf": [TEXT, _list(TEXT)]},
+        prompt={"oneOf": [TEXT, list_of(TEXT)]},
         **OPENAI_COMMON,
-        **_optional(repetition_penalty=NUMBER, suffix=TEXT),
+        **optional(repetition_penalty=NUMBER, suffix=TEXT),
     ),
-    "Completion": _object(
+    "Completion": object_of(
         "object id created model system_fingerprint choices usage",
         **dict.fromkeys(("object", "id", "model", "system_fingerprint"), TEXT),
         created=COUNT,
-        choices=_list(
-            _object(
+        choices=list_of(
+            object_of(
                 "index text logprobs finish_reason",
                 index=COUNT,
                 text=TEXT,
@@ -192,12 +178,12 @@ SCHEMAS: dict[str, Schema] = {
         ),
         usage=USAGE,
     ),
-    "Tokens": _list(_object("id text start stop", id=COUNT, text=TEXT, start=COUNT, stop=COUNT)),
-    "ChatTokens": _object("tokenize_response templated_text", tokenize_response=_ref("Tokens"), templated_text=TEXT),
-    "Info": _object(
+    "Tokens": list_of(object_of("id text start stop", id=COUNT, text=TEXT, start=COUNT, stop=COUNT)),
+    "ChatTokens": object_of("tokenize_response templated_text", tokenize_response=ref("Tokens"), templated_text=TEXT),
+    "Info": object_of(
         "model_id router version",
         **dict.fromkeys(("model_id", "router", "version"), TEXT),
-        **_optional(model_sha=TEXT, model_pipeline_tag=TEXT, sha=TEXT, docker_label=TEXT),
+        **optional(model_sha=TEXT, model_pipeline_tag=TEXT, sha=TEXT, docker_label=TEXT),
         **dict.fromkeys(
             (
                 *("max_concurrent_requests", "max_best_of", "max_stop_sequences", "max_input_tokens"),
@@ -206,13 +192,13 @@ SCHEMAS: dict[str, Schema] = {
             COUNT,
         ),
     ),
-    "Models": _object(
+    "Models": object_of(
         "object data",
         object=TEXT,
-        data=_list(_object("id object created owned_by", id=TEXT, object=TEXT, created=COUNT, owned_by=TEXT)),
+        data=list_of(object_of("id object created owned_by", id=TEXT, object=TEXT, created=COUNT, owned_by=TEXT)),
     ),
-    "VertexRequest": _object("instances", instances=_list({"type": "object"})),
-    "VertexResponse": _object("predictions", predictions=_list(TEXT)),
+    "VertexRequest": object_of("instances", instances=list_of({"type": "object"})),
+    "VertexResponse": object_of("predictions", predictions=list_of(TEXT)),
 }
 
 # path, method, summary, request schema, answer schema (None: empty or plain text), whether it can stream
@@ -239,7 +225,7 @@ ROUTES: tuple[tuple[str, str, str, str | None, str | None, bool], ...] = (
 )
 PROBES = frozenset({"/health", "/ping", "/ready"})
 KUBERNETES_PROBES = frozenset({"/livez", "/readyz", "/startupz"})
-PROBLEM = {"application/json": {"schema": _ref("ErrorResponse")}}
+PROBLEM = {"application/json": {"schema": ref("ErrorResponse")}}
 PLAIN = {"text/plain": {"schema": TEXT}}
 REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
     "400": ("The body is not JSON", PLAIN),
@@ -253,8 +239,11 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def openapi_document(open_paths: Collection[str] | None = None) -> dict[str, Any]:
-    """The document; `open_paths` are those that need no key where others do, None if there is no key."""
+def openapi_document(open_paths: Collection[str] | None = None, admin: bool = False) -> dict[str, Any]:
+    """The document; `open_paths` are those that need no key where others do, None if there is no key.
+
+    With `admin` the routes that change models are there, and nothing of them otherwise.
+    """
     paths: dict[str, dict[str, Any]] = {}
     for path, method, summary, body, answer, streams in ROUTES:
         operation = _operation(summary, body, answer, streams)
@@ -278,18 +267,22 @@ def openapi_document(open_paths: Collection[str] | None = None) -> dict[str, Any
     if open_paths is not None:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"bearer": []}]
+    if admin:
+        components["schemas"] = SCHEMAS | ADMIN_SCHEMAS
+        components.setdefault("securitySchemes", {})["admin"] = {"type": "http", "scheme": "bearer"}
+        paths.update(admin_paths())
     return document
 
 
 def _operation(summary: str, body: str | None, answer: str | None, streams: bool) -> dict[str, Any]:
-    content: dict[str, Any] = {} if answer is None else {"application/json": {"schema": _ref(answer)}}
+    content: dict[str, Any] = {} if answer is None else {"application/json": {"schema": ref(answer)}}
     if streams:
         content["text/event-stream"] = {"schema": TEXT}
     responses: dict[str, Any] = {"200": {"description": "Success", "content": content}}
     operation: dict[str, Any] = {"summary": summary, "responses": responses}
     if body is None:
         return operation
-    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(body)}}}
+    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref(body)}}}
     for status, (text, kinds) in REFUSALS.items():
         responses[status] = {"description": text, "content": kinds}
     return operation

@@ -24,6 +24,9 @@ class ServiceApi:
     def __init__(self, state: RouterState, models: Models) -> None:
         self._state = state
         self._models = models
+        first = models.current
+        changeable = first is not None and first.generation is not None
+        self._admin = changeable and state.config.admin_token is not None
 
     async def health(self, exchange: Exchange) -> None:
         """GET /health, /ping, /: is the shard alive. Load does not matter."""
@@ -57,7 +60,8 @@ class ServiceApi:
 
     async def openapi(self, exchange: Exchange) -> None:
         """GET /api-doc/openapi.json."""
-        await exchange.respond_json(200, openapi_document(OPEN_PATHS if self._state.config.api_key else None))
+        open_paths = OPEN_PATHS if self._state.config.api_key else None
+        await exchange.respond_json(200, openapi_document(open_paths, self._admin))
 
     async def docs(self, exchange: Exchange) -> None:
         """GET /docs: a page that shows the document."""

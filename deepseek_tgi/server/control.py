@@ -8,6 +8,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 CONTROL = "deepseek_tgi.control.v1.ModelControl"
 RETIRE_POLL_S = 0.05
+TURN_S, LEFT_S = 2.0, 60.0
+"""How long a change waits for one that ends (its caller may be gone), and for what a given up load still does."""
 
 
 def _answered(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -69,7 +72,7 @@ async def refuse(method: str, context: Any, error: Exception) -> None:
 
 
 class ControlService(control_pb2_grpc.ModelControlServicer):
-    """One load (or sleep, or waking) at a time; another that is asked for meanwhile is refused at once."""
+    """One load (or sleep, or waking) at a time; another that is asked for meanwhile is refused."""
 
     def __init__(self, recipe: Recipe, models: Models, service: ShardService, state: Owner, watch: WatchCalls) -> None:
         self._recipe = recipe
@@ -80,6 +83,9 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
         self._watch = watch
         self._device = models.of(None).info.device_type
         self._change: str | None = None
+        self._free = asyncio.Event()
+        self._free.set()
+        self._last: Loading | None = None
         self._progress = ("", 0.0)
         self._retiring: set[asyncio.Task[None]] = set()
 
@@ -99,6 +105,7 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
                 f"{source.model_id}: refused: this shard's router names the model of each call, and would go on naming "
                 "the old one; ask the router instead: deepseek-tgi models load MODEL --url http://HOST:PORT"
             )
+        await self._turn()
         with self._changing(f"loading {source.model_id}"):
             self._models.claim(generation)
             recipe, demand = self._recipe, demand_of(request.limits)
@@ -106,7 +113,7 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
                 recipe, demand = self._as_promised()
             elif request.kv_memory_bytes:
                 recipe = recipe.with_memory(request.kv_memory_bytes)
-            loading = Loading(recipe, source, demand, self._device)
+            loading = self._last = Loading(recipe, source, demand, self._device)
             async for step in self._followed(source, generation, loading):
                 if not isinstance(step, Loaded):
                     yield pb.LoadProgress(stage=step[0], percent=step[1])
@@ -147,6 +154,7 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
         if request.drop_weights and request.keep_pages:
             raise RequestError("keep_pages: got drop_weights too; pages are of no use without the weights' engine")
         held = self._models.of(request.generation)
+        await self._turn()
         with self._changing(f"putting {held.source.model_id} to sleep"):
             engine = held.awake
             self._state.apply(Event.UNLOAD)
@@ -180,6 +188,7 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
     async def Wake(self, request: pb.WakeRequest, context: Any) -> AsyncIterator[pb.LoadProgress]:
         """Have a sleeping model back as it was, but for what its pages held."""
         held = self._models.of(request.generation)
+        await self._turn()
         with self._changing(f"waking {held.source.model_id}"):
             if not held.asleep or held.demand is None:
                 raise NotReadyError(f"{held.source.model_id} does not sleep")
@@ -203,7 +212,7 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
     async def _reloaded(self, held: Held, demand: Demand) -> AsyncIterator[pb.LoadProgress]:
         """The weights read again, for a cache as large as before: its blocks are promised."""
         assert held.cache_bytes is not None
-        loading = Loading(self._recipe.with_memory(held.cache_bytes), held.source, demand, self._device)
+        loading = self._last = Loading(self._recipe.with_memory(held.cache_bytes), held.source, demand, self._device)
         async for step in loading.run(self._reserved()):
             if isinstance(step, Loaded):
                 step.engine.watch(self._thread.progress.step)
@@ -316,6 +325,14 @@ class ControlService(control_pb2_grpc.ModelControlServicer):
         """Memory that the caches of all models were promised and have not taken yet."""
         return sum(held.engine.untouched_bytes() for held in self._models.all() if held.engine is not None)
 
+    async def _turn(self) -> None:
+        """Wait for the end of a load that was given up, and of what is about to end."""
+        with suppress(asyncio.TimeoutError, TimeoutError):
+            await asyncio.wait_for(self._free.wait(), TURN_S)
+        if self._change is None and self._last is not None:
+            await asyncio.to_thread(self._last.over.wait, LEFT_S)
+            self._last = None
+
     def _changing(self, what: str) -> _Change:
         if self._change is not None:
             raise NotReadyError(f"{what}: refused while {self._change}; one change at a time")
@@ -333,9 +350,11 @@ class _Change:
 
     def __enter__(self) -> None:
         self._service._change = self._what
+        self._service._free.clear()
 
     def __exit__(self, *_: object) -> None:
         self._service._change = None
+        self._service._free.set()
         self._service._progress = ("", 0.0)
 
 

@@ -92,6 +92,8 @@ class Loading:
         self._loop = asyncio.get_running_loop()
         self._steps: asyncio.Queue[Step | Loaded | BaseException] = asyncio.Queue()
         self._given_up = threading.Event()
+        self.over = threading.Event()
+        """Set once nothing of the load runs any more, whether or not somebody waits."""
 
     async def run(self, reserved_bytes: int) -> AsyncIterator[Step | Loaded]:
         """Stages as they come, and last the result. Raises what the load raises.
@@ -124,6 +126,8 @@ class Loading:
         except BaseException as error:  # noqa: BLE001 - told to whoever waits, and raised there
             # Frames of the error hold half a model.
             self._tell(error.with_traceback(None) if isinstance(error, DeepseekTgiError) else error)
+        finally:
+            self.over.set()
 
     def _loaded(self, reserved_bytes: int) -> Loaded:
         started = time.monotonic()

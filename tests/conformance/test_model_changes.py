@@ -440,3 +440,16 @@ def test_a_load_that_nobody_waits_for_is_given_up(fresh: Shelf) -> None:
     generation = fresh.generation()
     assert fresh.control.load(fresh.models["two"].path, generation).generation == generation
     assert len(fresh.held()) == 2
+
+
+@pytest.mark.parametrize("stages", [0, 1, 2])
+def test_a_load_right_behind_one_that_was_given_up_is_not_refused(fresh: Shelf, stages: int) -> None:
+    for _ in range(8):
+        answers = fresh.control.loading(fresh.models["two"].path, fresh.generation())
+        for _ in range(stages):
+            next(answers)
+        answers.cancel()  # type: ignore[attr-defined]
+        generation = fresh.generation() + 1  # the one given up may not have been seen yet
+        assert fresh.control.load(fresh.models["two"].path, generation).generation == generation
+        fresh.control.unload(generation)
+    assert fresh.held() == {fresh.published(): "ready"}

@@ -38,6 +38,10 @@ said["metadata"] = client.get_server_metadata(as_json=True)
 said["before"] = [client.is_model_ready(name) for name in ("one", "two", "nobody")]
 said["index before"] = client.get_model_repository_index(as_json=True)["models"]
 client.load_model("two", headers=admin)
+version = lambda: client.get_model_metadata("two", as_json=True)["versions"]
+first_version = version()
+client.load_model("two", headers=admin)
+said["loaded twice"] = first_version == version()
 said["after"] = [client.is_model_ready(name) for name in ("one", "two", "nobody")]
 said["index after"] = client.get_model_repository_index(as_json=True)["models"]
 said["model"] = client.get_model_metadata("two", as_json=True)
@@ -206,6 +210,7 @@ def test_tritonclient_loads_asks_and_unloads(port: Port) -> None:
         "spoiled": "UNAVAILABLE",
     }
     assert said["after"] == [False, True, False]
+    assert said["loaded twice"] is True
     assert {each["name"]: each["state"] for each in said["index after"]}["two"] == "READY"
     assert [each["name"] for each in said["model"]["inputs"]] == ["text_input"]
     status, reason = said["spoiled"]

@@ -102,6 +102,13 @@ async def refused(bench: Bench, wish: Wish) -> str:
     return str(caught.value)
 
 
+async def at_stage(bench: Bench, stage: str) -> Change:
+    """The change that goes on, once it is there."""
+    while bench.changes.running is None or bench.changes.running.stage != stage:
+        await asyncio.sleep(0.005)
+    return bench.changes.running
+
+
 async def settled(bench: Bench) -> None:
     """The old model's retirement is over."""
     while bench.changes._loads.leaving:
@@ -361,12 +368,69 @@ async def test_a_refused_request_leaves_nothing_behind(bench: Bench) -> None:
 async def test_one_change_at_a_time(bench: Bench) -> None:
     bench.control.gate.clear()
     first = asyncio.create_task(bench.changes.load(OTHER))
-    await asyncio.sleep(0.02)
+    await at_stage(bench, "loading")
     for other in (bench.changes.load(Wish("third")), bench.changes.unload(), bench.changes.sleep(False)):
-        with pytest.raises(ModelChangeError, match="refused: load other is under way"):
+        told = r"refused: load other \(loading 50 %\) is under way; one at a time, ask again when it is over"
+        with pytest.raises(ModelChangeError, match=told):
             await other
     bench.control.gate.set()
     assert (await first).state == "done"
+
+
+async def test_a_load_may_come_while_the_model_before_the_last_still_leaves(bench: Bench) -> None:
+    bench.control.unload_gate.clear()
+    for name in ("other", "third"):
+        assert (await bench.changes.load(Wish(name))).state == "done"
+        assert bench.serving[0] == name
+    bench.control.unload_gate.set()
+    await settled(bench)
+    assert bench.control.names.count("unload") == 2
+
+
+async def test_a_load_at_any_instant_of_another_is_done_or_refused_with_the_reason(bench: Bench) -> None:
+    came_late = 0
+    for instant in range(200):
+        names = f"first-{instant}", f"second-{instant}"
+        first = bench.changes.start(bench.changes.load(Wish(names[0])))
+        if instant < 60:
+            for _ in range(instant):
+                await asyncio.sleep(0)
+        else:
+            await asyncio.sleep(0.0005 * (instant - 60))
+        served = bench.serving[0] == names[0]
+        came_late += served
+        second = (await asyncio.gather(bench.changes.load(Wish(names[1])), return_exceptions=True))[0]
+        assert (await first).state == "done"
+        if isinstance(second, BaseException):
+            assert not served, "what serves already stands in nobody's way"
+            assert f"refused: load {names[0]}" in str(second)
+            assert "ask again when it is over" in str(second)
+            await bench.changes.load(Wish(names[1]))
+        assert bench.serving[0] == names[1]
+        if came_late == 10:
+            break
+    assert came_late, "no load came after another had ended"
+
+
+async def test_what_is_served_already_is_known_by_revision_wishes_and_files(bench: Bench) -> None:
+    async def served(**wish: Any) -> bool:
+        return await bench.changes.serves(Wish("other", **wish))
+
+    assert await bench.changes.serves(Wish("first"))
+    assert not await served()
+    await bench.changes.load(Wish("other", revision="v1"))
+    assert await served()
+    assert await served(revision="v1")
+    assert not await served(revision="v2")
+    assert not await served(quantize="awq"), "what is to be checked is checked"
+    assert not await served(manifest_sha256="0" * 64)
+    assert not await served(plan="drain")
+    (bench.control.folder / "config.json").write_text("{}")
+    assert not await served()
+    await bench.changes.load(Wish("other"))
+    assert await served()
+    await bench.changes.sleep(False)
+    assert not await served()
 
 
 async def test_a_tokenizer_that_changes_under_a_load_is_noticed(bench: Bench) -> None:
@@ -457,9 +521,7 @@ async def test_a_model_that_cannot_sleep_serves_on(bench: Bench) -> None:
 async def test_a_change_can_be_followed_from_any_moment_to_its_end(bench: Bench) -> None:
     bench.control.gate.clear()
     task = bench.changes.start(bench.changes.load(OTHER))
-    await asyncio.sleep(0.02)
-    change = bench.changes.running
-    assert change is not None
+    change = await at_stage(bench, "loading")
     seen: list[tuple[str, str]] = []
 
     async def follow(change: Change) -> None:
