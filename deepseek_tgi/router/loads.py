@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from deepseek_tgi.errors import DeepseekTgiError
+from deepseek_tgi.errors import DeepseekTgiError, NotReadyError
 from deepseek_tgi.pb import control_pb2 as pb
 from deepseek_tgi.router.change import Change, Stamp, Wish, files_of, stamp_of
 from deepseek_tgi.router.config import RouterConfig
@@ -139,6 +139,7 @@ class ModelLoads:
         """Give up a model that nobody uses, here and in the shards."""
         assert model.generation is not None
         self._stamps.pop(model.generation, None)
+        model.scheduler.end_all(NotReadyError(f"{model.name} was given up"))  # whoever waits for it all the same
         self._models.drop(model)
         freed = await self._control.unload(model.generation)
         logger.info("%s (generation %d) is unloaded, %d bytes are free", model.name, model.generation, freed)

@@ -99,6 +99,8 @@ class ModelChanges:
         async with self._change("sleep", "") as change:
             model = self._named(None)
             change.model = model.name
+            if self.asleep is not None:
+                raise ModelChangeError(f"{model.name} sleeps already")
             self.models.refuse(f"{model.name} sleeps")
             await self._loads.until_idle(model, change)
             assert model.generation is not None

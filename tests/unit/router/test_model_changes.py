@@ -460,6 +460,30 @@ async def test_sleeping_refuses_and_a_waking_model_lets_requests_wait(bench: Ben
     assert bench.state() is State.READY
 
 
+async def test_what_sleeps_is_not_put_to_sleep_again(bench: Bench) -> None:
+    """The shards refuse that, and a model that is taken for awake then would serve nobody."""
+    await bench.changes.sleep(False)
+    with pytest.raises(ModelChangeError, match="first sleeps already"):
+        await bench.changes.sleep(False)
+    assert bench.control.names == ["sleep"]
+    assert bench.state() is State.SLEEPING
+    with pytest.raises(NotReadyError, match="first sleeps"):
+        await bench.ask()
+    await bench.changes.wake()
+    assert (await bench.ask()).ending.generated_tokens == 3
+
+
+async def test_who_still_waits_for_a_model_that_is_given_up_is_told(bench: Bench) -> None:
+    bench.shard.gate.clear()
+    running = await bench.asking()
+    model = bench.router.models.current
+    assert model is not None
+    await bench.changes._loads.gone(model)
+    bench.shard.gate.set()
+    with pytest.raises(NotReadyError, match="first was given up"):
+        await asyncio.wait_for(running, 5)
+
+
 async def test_a_sleeper_that_is_unloaded_is_named_in_the_history(bench: Bench) -> None:
     await bench.changes.sleep(False)
     await bench.changes.unload()
