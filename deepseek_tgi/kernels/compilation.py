@@ -1,8 +1,7 @@
 """Runs a C++ compiler over the native sources, as many at once as there are processors. No torch here.
 
-The headers that nearly every file includes are compiled first, side by side with the largest files. A file that
-starts once that is done takes them ready made; one that starts before, or whose compiler will not have them, reads them
-itself.
+The headers that nearly every file includes are compiled first, and taken ready made by all: reading the intrinsics
+alone takes GCC as long as what most of the files hold.
 """
 
 from __future__ import annotations
@@ -40,32 +39,39 @@ class Compilation:
 
     def shared_library(self, target: Path) -> None:
         """Compile all sources and link them. Raises `RefusedError`, `OSError` or `subprocess.SubprocessError`."""
-        sources = sorted(self._folder.glob("*.cpp"), key=lambda source: source.stat().st_size)
-        headers = str(shutil.copy(self._folder / _HEADERS, self._work))
-        ready = [f"-I{self._folder}", "-include", headers]
-        making: _Running | None = self._start([*ready[:1], "-x", "c++-header", headers], Path(f"{headers}.gch"))
-        running: list[_Running] = []
-        objects: list[Path] = []
         deadline = time.monotonic() + _TIMEOUT_S
+        ready = self._headers(deadline)
+        sources = sorted(self._folder.glob("*.cpp"), key=lambda source: source.stat().st_size)
+        objects = [self._work / f"{source.stem}.o" for source in sources]
+        waiting = [(["-c", str(source), *ready], built) for source, built in zip(sources, objects, strict=True)]
+        self._run(waiting, deadline)
+        self._run([(["-shared", *map(str, objects)], target)], deadline)
+
+    def _headers(self, deadline: float) -> list[str]:
+        """Compile the headers; the flags by which a source takes them, none if the compiler does not know how."""
+        copy = str(shutil.copy(self._folder / _HEADERS, self._work))
+        found = f"-I{self._folder}"
         try:
-            while sources or running:
-                if making is not None and making.process.poll() is not None:
-                    making = None
+            self._run([(["-x", "c++-header", copy, found], Path(f"{copy}.gch"))], deadline)
+        except RefusedError:
+            return []
+        return [found, "-include", copy]
+
+    def _run(self, waiting: list[tuple[list[str], Path]], deadline: float) -> None:
+        """Run the compiler for each (arguments, built file), the last first, one a processor at a time."""
+        running: list[_Running] = []
+        try:
+            while waiting or running:
                 running = [one for one in running if not _ended(one)]
-                while sources and len(running) + (making is not None) < _processors():
-                    source = sources.pop()
-                    objects.append(self._work / f"{source.stem}.o")
-                    running.append(self._start([*([] if making else ready), "-c", str(source)], objects[-1]))
+                while waiting and len(running) < len(os.sched_getaffinity(0)):
+                    running.append(self._start(*waiting.pop()))
                 if time.monotonic() > deadline:
                     raise subprocess.TimeoutExpired(self._command, _TIMEOUT_S)
                 time.sleep(_LOOK_EVERY_S)
         finally:
-            for one in (*running, *([making] if making else [])):
+            for one in running:
                 one.process.kill()
                 one.process.wait()
-        linking = self._start(["-shared", *map(str, sorted(objects))], target)
-        linking.process.wait(timeout=_TIMEOUT_S)
-        _ended(linking)
 
     def _start(self, arguments: Sequence[str], built: Path) -> _Running:
         """The compiler's temporary files go to `work` too: a killed one leaves them behind."""
@@ -79,11 +85,6 @@ class Compilation:
                 env={**os.environ, "TMPDIR": str(self._work)},
             )
         return _Running(process, words)
-
-
-def _processors() -> int:
-    """At least two, so that the headers never keep all sources waiting."""
-    return max(2, len(os.sched_getaffinity(0)))
 
 
 def _ended(one: _Running) -> bool:
