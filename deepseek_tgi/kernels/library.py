@@ -36,6 +36,10 @@ __all__ = [
 
 QUICK_PRODUCTS = 1 << 26
 """Multiply-adds up to which a call is quick: some 0.3 ms on one core."""
+QUICK_ELEMENTS = 1 << 18
+"""Elements read and written once, up to which a call is quick; what a decode step of 64 rows of 4096 has."""
+QUANTISED_COST = 16
+"""What storing an element in a low-bit format takes, in elements read and written."""
 
 
 class QuantWeight(Structure):
@@ -196,6 +200,10 @@ class NativeLibrary:
     def handle(self, products: int) -> Any:
         """The handle for a call of so many multiply-adds."""
         return self.quick if products <= QUICK_PRODUCTS else self.slow
+
+    def pass_handle(self, elements: int) -> Any:
+        """The handle for a call that goes over so many elements once."""
+        return self.quick if elements <= QUICK_ELEMENTS else self.slow
 
     def scratch_bytes(self) -> int:
         """Bytes that the library keeps between calls, in all threads."""

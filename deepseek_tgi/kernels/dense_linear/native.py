@@ -50,7 +50,8 @@ class NativeDense(PackedDense):
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` as float32; ids are in range."""
         out = torch.empty(ids.shape[0], self.in_features)
-        self._library.quick.dstgi_dense_rows(self.address, ids.data_ptr(), ids.shape[0], out.data_ptr())
+        call = self._library.pass_handle(out.numel())
+        call.dstgi_dense_rows(self.address, ids.data_ptr(), ids.shape[0], out.data_ptr())
         return out
 
 
@@ -71,7 +72,8 @@ class NativeGrid(PackedDense):
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` as float32; ids are in range."""
         out = torch.empty(ids.shape[0], self.in_features)
-        self._library.quick.dstgi_quant_rows(self.address, ids.data_ptr(), ids.shape[0], out.data_ptr())
+        call = self._library.pass_handle(out.numel())
+        call.dstgi_quant_rows(self.address, ids.data_ptr(), ids.shape[0], out.data_ptr())
         return out
 
 

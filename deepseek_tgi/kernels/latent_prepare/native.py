@@ -10,7 +10,7 @@ import torch
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import describe, refuse
 from deepseek_tgi.kernels.latent_write import check_latent_write
-from deepseek_tgi.kernels.library import LatentRows, NativeLibrary
+from deepseek_tgi.kernels.library import QUANTISED_COST, LatentRows, NativeLibrary
 from deepseek_tgi.kernels.native_latents import native_latents
 from deepseek_tgi.kernels.pages import LatentPages
 from deepseek_tgi.kernels.rms_norm import check_rms_norm
@@ -62,9 +62,8 @@ class LatentPrepareOp:
             bound = self._bound = self._bind(operands, pages, inputs, norm_weight)
         if norm_weight.shape[0] != pages.rank or norm_weight.dtype is not torch.float32:
             refuse(f"latent_prepare: got {describe('norm_weight', norm_weight)}, expected [{pages.rank}] float32")
-        self._library.quick.dstgi_latent_prepare(
-            native_latents(pages).address, bound.address, norm_weight.data_ptr(), eps
-        )
+        handle = self._library.pass_handle(q.numel() + QUANTISED_COST * latent.numel())
+        handle.dstgi_latent_prepare(native_latents(pages).address, bound.address, norm_weight.data_ptr(), eps)
 
     def _bind(
         self,

@@ -25,7 +25,7 @@ class RmsNormOp:
         y = torch.empty(x.shape) if out is None else out
         heads = x.shape[1] if x.dim() == 3 else 1
         x_head, y_head = (x.stride(1), y.stride(1)) if x.dim() == 3 else (0, 0)
-        self.library.quick.dstgi_rms_norm(
+        self.library.pass_handle(x.numel()).dstgi_rms_norm(
             x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], heads, x.shape[-1], x.stride(0), x_head,
             y.stride(0), y_head, eps, self.num_threads,
         )  # fmt: skip

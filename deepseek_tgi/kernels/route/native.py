@@ -28,7 +28,7 @@ class RouteOp:
         """See the contract."""
         ids, weights = check_route(logits, bias, routing, out)
         call = self._calls.get(routing) or self._make(routing)
-        self.library.quick.dstgi_route(
+        self.library.pass_handle(logits.numel()).dstgi_route(
             ctypes.addressof(call), logits.data_ptr(), None if bias is None else bias.data_ptr(), logits.shape[0],
             ids.data_ptr(), weights.data_ptr(),
         )  # fmt: skip

@@ -22,5 +22,6 @@ class SiluMulOp:
         check_silu_mul(gate_up, out)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         y = torch.empty(rows, width) if out is None else out
-        self.library.quick.dstgi_silu_mul(gate_up.data_ptr(), y.data_ptr(), rows, width, self.num_threads)
+        call = self.library.pass_handle(gate_up.numel())
+        call.dstgi_silu_mul(gate_up.data_ptr(), y.data_ptr(), rows, width, self.num_threads)
         return y
