@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 if not any(Path("/dev").glob("nvidia*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# One thread for torch's own operators: several runs side by side on few cores would wait for each other at each of them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for name in [name for name in os.environ if name.startswith("DEEPSEEK_TGI_")]:
     del os.environ[name]  # a developer's settings must not decide what is tested
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(ProcessGuard(), "process-guard")
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses"):  # not the one that only hands out tests
+        config.pluginmanager.register(ProcessGuard(), "process-guard")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
