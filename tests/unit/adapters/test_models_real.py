@@ -116,11 +116,14 @@ def test_greedy_text_equals_transformers_up_to_near_ties(
     assert diverged <= (0 if dtype == "float32" else 12), "one token in a hundred"
 
 
-@pytest.mark.parametrize("tokens", [2 * 1024, pytest.param(20 * 1024, marks=pytest.mark.slow)])
-def test_an_int8_cache_changes_perplexity_by_less_than_a_thousandth(real_model_dir: Path, tokens: int) -> None:
+HELD_OUT_TOKENS = 20 * 1024
+
+
+@pytest.mark.slow
+def test_an_int8_cache_changes_perplexity_by_less_than_a_thousandth(real_model_dir: Path) -> None:
     adapter = QuantizedModelAdapter.get_model(str(real_model_dir))
-    ids = adapter.tokenizer.encode(prose(), add_special_tokens=False)[:tokens]
-    assert len(ids) == tokens
+    ids = adapter.tokenizer.encode(prose(), add_special_tokens=False)[:HELD_OUT_TOKENS]
+    assert len(ids) >= 20_000
     exact, quantised = (loss_on(adapter, mode, windows(ids, 1024)).perplexity for mode in (KVMode.FLOAT32, KVMode.INT8))
     print(f"perplexity over {len(ids)} tokens: float32 cache {exact:.4f}, int8 cache {quantised:.4f}")
     assert abs(quantised / exact - 1) <= 1e-3
