@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 if not any(Path("/dev").glob("nvidia*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# One thread for torch's own operators: several runs side by side on few cores would wait for each other at each of them.
+# One thread for torch's operators: tests that run side by side on few cores would wait for each other at each of them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for name in [name for name in os.environ if name.startswith("DEEPSEEK_TGI_")]:
@@ -28,7 +28,8 @@ for name in [name for name in os.environ if name.startswith("DEEPSEEK_TGI_")]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses"):  # not the one that only hands out tests
+    hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not hands_out:  # it runs no test itself, and its workers outlive its end
         config.pluginmanager.register(ProcessGuard(), "process-guard")
 
 

@@ -227,7 +227,7 @@ def test_swaps_under_load_lose_and_mix_nothing(fresh: Site) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("spoiled_every", [0, 10])
 def test_two_hundred_swaps_under_load(fresh: Site, spoiled_every: int) -> None:
-    """`pytest tests/e2e/test_model_changes.py -m benchmark`: what was measured goes to the results folder."""
+    """`pytest tests/e2e/test_model_changes.py -n 0 -m benchmark`: what was measured goes to the results folder."""
     crowd = Crowd(fresh.server.url)
     crowd.start(4)
     took: list[float] = []
@@ -279,7 +279,7 @@ def record(name: str, found: dict[str, Any]) -> None:
     path = folder / f"{time.strftime('%Y-%m-%d', time.gmtime())}-model-swaps.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     known |= {
-        "command": "python -m pytest tests/e2e/test_model_changes.py -m benchmark",
+        "command": "python -m pytest tests/e2e/test_model_changes.py -n 0 -m benchmark",
         "models": "two random llamas of 2 layers, AWQ-INT4, told apart by their tokens",
         "clients": "4, without a pause; every second one streams",
         "load_average": os.getloadavg()[0],

@@ -98,13 +98,13 @@ def test_probes_are_right_through_starts_and_stops(tmp_path: Path) -> None:
 @pytest.mark.benchmark
 @pytest.mark.timeout(3600)
 def test_probes_are_right_through_a_hundred_starts_and_stops(tmp_path: Path) -> None:
-    """`pytest tests/e2e/test_probe_cycles.py -m benchmark`: what was measured goes to the results folder."""
+    """`pytest tests/e2e/test_probe_cycles.py -n 0 -m benchmark`: what was measured goes to the results folder."""
     model = tiny_checkpoint(tmp_path / "model", "llama", "awq-gemm").path
     http, grpc_face = zip(*(cycle(model, tmp_path / str(number)) for number in range(100)), strict=True)
     assert max(*http, *grpc_face) < NOT_READY_WITHIN_S
     folder = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
     found = {
-        "command": "python -m pytest tests/e2e/test_probe_cycles.py -m benchmark",
+        "command": "python -m pytest tests/e2e/test_probe_cycles.py -n 0 -m benchmark",
         "cycles": len(http),
         "wrong_answers": 0,
         "load_average": os.getloadavg()[0],
