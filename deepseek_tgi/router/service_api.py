@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from deepseek_tgi.probes.kubernetes import CONTENT_TYPE as CONTENT_TYPE_PROBE
@@ -17,6 +18,9 @@ from deepseek_tgi.router.state import RouterState
 if TYPE_CHECKING:
     from deepseek_tgi.router.models import Models
 
+LOOK_AGAIN_S = 0.25
+"""How often a check that waits for a shard looks whether the shard is known to be silent."""
+
 
 class ServiceApi:
     """Handlers of the service routes."""
@@ -30,8 +34,15 @@ class ServiceApi:
 
     async def health(self, exchange: Exchange) -> None:
         """GET /health, /ping, /: is the shard alive. Load does not matter."""
-        if not await self._state.liveness.check(may_generate=self._models.open is not None):
-            raise UnhealthyError
+        checking = asyncio.ensure_future(self._state.liveness.check(may_generate=self._models.open is not None))
+        try:
+            while not (await asyncio.wait({checking}, timeout=LOOK_AGAIN_S))[0]:
+                if self._state.liveness.healthy and not self._state.owner.current.report.ready:
+                    raise UnhealthyError  # a question that costs no step is not answered, and the watch agrees
+            if not checking.result():
+                raise UnhealthyError
+        finally:
+            checking.cancel()
         await exchange.respond(200)
 
     async def ready(self, exchange: Exchange) -> None:

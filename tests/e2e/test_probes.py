@@ -110,6 +110,9 @@ def test_a_shard_that_thaws_before_the_limit_is_ready_again(server: StubServer) 
     pid = server.child("stub_shard.py serve")
     os.kill(pid, signal.SIGSTOP)
     server.watch.wait("readyz", 503, SOON_S + SLACK_S)
+    asked = time.monotonic()
+    assert server.status("/health") == 503
+    assert time.monotonic() - asked < SOON_S + SLACK_S, "what is known to be silent is not waited for"
     os.kill(pid, signal.SIGCONT)
     server.watch.wait("readyz", 200, 5)
     assert server.watch.seen("livez") == [200]
