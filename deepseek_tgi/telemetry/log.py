@@ -60,6 +60,10 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return dict(fields) if isinstance(fields, Mapping) else {}
 
 
+_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Control characters as Python spells them, for `str.translate`."""
+
+
 def shard_line(record: logging.LogRecord, message: str) -> str:
     """One JSON object as loguru writes it, cut down to what TGI's launcher reads."""
     fields = "".join(f" {key}={value}" for key, value in _fields(record).items())
@@ -80,9 +84,13 @@ def tracing_line(record: logging.LogRecord, message: str) -> str:
 
 
 def plain_line(record: logging.LogRecord, message: str) -> str:
-    """`time LEVEL target: message key=value`; a message of several lines stays so."""
+    """`time LEVEL target: message key=value`; further lines of a message are indented.
+
+    What a client sent can stand in a message: it neither commands the terminal nor begins a line like one of ours.
+    """
     fields = "".join(f" {key}={value}" for key, value in _fields(record).items())
-    return f"{_utc(record)} {_named(TRACING_LEVEL_NAMES, record.levelno):>5} {record.name}: {message}{fields}"
+    shown = (message + fields).translate(_ESCAPED).replace("\n", "\n  ")
+    return f"{_utc(record)} {_named(TRACING_LEVEL_NAMES, record.levelno):>5} {record.name}: {shown}"
 
 
 def fit(render: Callable[[str], str], text: str, max_bytes: int) -> str:

@@ -101,6 +101,15 @@ def test_a_plain_line_is_readable(capture: Capture) -> None:
     assert lines()[0].endswith("ERROR deepseek_tgi.test: it broke rank=0")
 
 
+def test_nothing_in_a_plain_line_forges_another_or_commands_the_terminal(capture: Capture) -> None:
+    forged = "2026-01-01T00:00:00.000000Z  INFO deepseek_tgi: all is well"
+    lines = capture("plain")
+    logger.error("no model %s", f"a\0\x1b[2J\x9b1m\r\n{forged}\ttab")
+    first, second = lines()
+    assert first.endswith(r"no model a\x00\x1b[2J\x9b1m\x0d")
+    assert second == f"  {forged}\ttab"
+
+
 @pytest.mark.parametrize(
     ("name", "shown"),
     [("OFF", ""), ("ERROR", "E"), ("WARN", "EW"), ("INFO", "EWI"), ("DEBUG", "EWID"), ("TRACE", "EWIDT"),
