@@ -72,8 +72,13 @@ class SafetensorsFile:
         self.entries: Mapping[str, TensorEntry] = _read_entries(header, path, data_start, size)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor as a view of the mapping (a copy only if the file misaligns it for its dtype)."""
+        """The tensor as a view of the mapping (a copy only if the file misaligns it for its dtype).
+
+        Raises `CheckpointError` if the file has been cut short: to read what is gone would end the process.
+        """
         entry = self.entries[name]
+        if (size := self._map.size()) < self.num_bytes:
+            raise CheckpointError(f"{self.path}: was cut to {size} bytes while it was read; it had {self.num_bytes}")
         if entry.num_bytes == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
         octets = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.num_bytes, offset=entry.offset)

@@ -16,6 +16,7 @@ from probe_watch import ProbeWatch
 from tiny_tokenizer import write_tokenizer
 
 STUB = Path(__file__).with_name("stub_shard.py")
+ADMIN_TOKEN = "let-me-change-models"
 LAUNCH = """
 import sys
 from deepseek_tgi.launcher import main, shards
@@ -50,7 +51,7 @@ class StubServer:
             process = subprocess.Popen(
                 [sys.executable, "-c", LAUNCH.format(stub=str(STUB)), *options],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, **environ}, cwd=folder,
+                env={**os.environ, "DEEPSEEK_TGI_ADMIN_TOKEN": ADMIN_TOKEN, **environ}, cwd=folder,
             )  # fmt: skip
         client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20)
         return cls(folder, process, port, ProbeWatch(probe_port).__enter__(), client)
@@ -93,6 +94,12 @@ class StubServer:
         thread = threading.Thread(target=send, daemon=True)
         thread.start()
         return thread
+
+    def load(self, model: str) -> tuple[int, str]:
+        """Load a model at run time; the status, and the error if there is one."""
+        headers = {"authorization": f"Bearer {ADMIN_TOKEN}"}
+        answer = self.client.post("/admin/models/load", json={"model_id": model}, headers=headers, timeout=60)
+        return answer.status_code, str(answer.json().get("error", ""))
 
     def status(self, path: str) -> int:
         """Of the HTTP port."""

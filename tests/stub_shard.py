@@ -7,6 +7,7 @@ Prefill tells the engine what to do: `sleep 2`, `spin 2`, `work 2` (with signs o
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -171,8 +172,21 @@ def _generation(request_id: int, done: bool) -> Generation:
     return Generation(request_id, Tokens([7], [-0.5], ["ok"], [False]), generated_text=text)
 
 
+def _break(how: str) -> None:
+    """A load ends halfway: `full` (no space), `memory` (none), `die` (its thread leaves)."""
+    if how == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/cache/kernels")
+    if how == "memory":
+        raise MemoryError("no more")
+    if how == "die":
+        raise SystemExit(3)
+
+
 def load_stub(config: ShardConfig, count: Count, report: Report | None = None) -> StubEngine:
-    """As long as STUB_LOAD_S says; STUB_FAIL is the reason a model cannot load."""
+    """As long as STUB_LOAD_S says; STUB_FAIL is why it cannot be; the file STUB_NEXT_LOAD says how one breaks."""
+    if report is not None and (told := Path(os.environ.get("STUB_NEXT_LOAD", "/nowhere"))).exists():
+        report(40.0)
+        _break(told.read_text())
     time.sleep(float(os.environ.get("STUB_LOAD_S", "0")))
     if reason := os.environ.get("STUB_FAIL"):
         raise CheckpointError(reason)

@@ -47,6 +47,10 @@ class GivenUpError(DeepseekTgiError):
     grpc_code = "CANCELLED"
 
 
+class BrokenLoadError(DeepseekTgiError):
+    """The loading thread was ended by something that is no error."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A model that has run, and can be added to the others."""
@@ -124,8 +128,7 @@ class Loading:
             else:
                 self._tell(loaded)
         except BaseException as error:  # noqa: BLE001 - told to whoever waits, and raised there
-            # Frames of the error hold half a model.
-            self._tell(error.with_traceback(None) if isinstance(error, DeepseekTgiError) else error)
+            self._tell(self._told_apart(error))
         finally:
             self.over.set()
 
@@ -155,6 +158,14 @@ class Loading:
             raise
         seconds = time.monotonic() - started
         return Loaded(engine, engine.facts(), limits, folder, digest(folder / "tokenizer.json"), seconds)
+
+    def _told_apart(self, error: BaseException) -> BaseException:
+        """What is raised to who waits. An exit that somebody's code asked for in this thread is not the process's."""
+        if isinstance(error, DeepseekTgiError):
+            return error.with_traceback(None)  # frames of the error hold half a model
+        if isinstance(error, Exception):
+            return error
+        return BrokenLoadError(f"{self._source.model_id}: loading broke off: {type(error).__name__}: {error}")
 
     def _check_room(self, reserved_bytes: int) -> None:
         """Raise `ResourceError` before anything is taken if the weights alone are too large."""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from builders import tiny_checkpoint
 from probe_watch import Change
 from stub_server import StubServer
 
@@ -52,6 +53,22 @@ def thaw_after(seconds: float) -> Callable[[StubServer], object]:
     return act
 
 
+def load(how: str) -> Callable[[StubServer], object]:
+    """Load another model at run time, whose load ends halfway; what the server said."""
+
+    def act(server: StubServer) -> str:
+        model = tiny_checkpoint(server.folder / "other", "llama").path
+        if how == "cut":
+            file = model / "model.safetensors"
+            os.truncate(file, file.stat().st_size // 2)
+        else:
+            (server.folder / "next-load").write_text(how)
+        status, error = server.load(str(model))
+        return f"{status}: {error}".replace(f"{server.folder}/", "")
+
+    return act
+
+
 @dataclass(frozen=True)
 class Fault:
     """What is done to a server that is ready (or that loads, with `while_loading`), and how long it is watched."""
@@ -79,6 +96,10 @@ FAULTS = (
     Fault("the router is killed", send(signal.SIGKILL, "deepseek_tgi.router"), 3.0),
     Fault("SIGTERM to the launcher", stop, 3.0),
     Fault("the shard is killed while it loads", send(signal.SIGKILL), 3.0, {"STUB_LOAD_S": "60"}, while_loading=True),
+    Fault("a load at run time meets a full disk", load("full"), 2.0),
+    Fault("a load at run time runs out of memory", load("memory"), 2.0),
+    Fault("a load's thread dies in the middle of a file", load("die"), 2.0),
+    Fault("a load at run time meets a file that was cut short", load("cut"), 2.0),
     Fault("the model is truncated", lambda _: None, 6.0, {"STUB_LOAD_S": "2", "STUB_FAIL": "truncated"}, True),
 )
 
@@ -92,7 +113,7 @@ def seen(fault: Fault) -> dict[str, str]:
     """One row: what each probe answered, and after how many seconds."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environ = {"STUB_DEVICE": str(folder / "device"), **fault.environ}
+        environ = {"STUB_DEVICE": str(folder / "device"), "STUB_NEXT_LOAD": str(folder / "next-load"), **fault.environ}
         with StubServer.launch(folder, "--stall-limit", str(STALL_LIMIT_S), **environ) as server:
             if fault.while_loading:
                 server.watch.wait("livez", 200, 60)
@@ -100,10 +121,11 @@ def seen(fault: Fault) -> dict[str, str]:
                 server.wait_ready()
             time.sleep(0.5)
             began = time.monotonic()
-            fault.act(server)
+            said = fault.act(server)
             time.sleep(max(0.0, fault.watch_s - (time.monotonic() - began)))
             changes = list(server.watch.changes)
-    return {face: story([c for c in changes if c.face == face], began) for face in ("readyz", "livez", "startupz")}
+    row = {face: story([c for c in changes if c.face == face], began) for face in ("readyz", "livez", "startupz")}
+    return row | {"said": said if isinstance(said, str) else ""}
 
 
 def story(changes: list[Change], began: float) -> str:
@@ -125,10 +147,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rows = {}
-    print("| fault | /readyz | /livez | /startupz |\n| --- | --- | --- | --- |")
+    print("| fault | /readyz | /livez | /startupz | the load's answer |\n| --- | --- | --- | --- | --- |")
     for fault in FAULTS:
         rows[fault.name] = row = seen(fault)
-        print(f"| {fault.name} | {row['readyz']} | {row['livez']} | {row['startupz']} |", flush=True)
+        print("|", " | ".join([fault.name, *row.values()]), "|", flush=True)
     if given.out is not None:
         report = {"stall_limit_s": STALL_LIMIT_S, "load_average": os.getloadavg()[0], "rows": rows}
         given.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from stub_server import StubServer
+from builders import tiny_checkpoint
+from stub_server import ADMIN_TOKEN, StubServer
 
 STALL_LIMIT_S = 3.0
 SLACK_S = 1.5
@@ -43,6 +44,32 @@ def server(launch: Launch) -> StubServer:
     found = launch()
     found.wait_ready()
     return found
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("full", "No space left on device: '/cache/kernels'"),
+        ("memory", "MemoryError: no more"),
+        ("die", "loading broke off: SystemExit: 3"),
+    ],
+)
+def test_a_load_that_breaks_halfway_is_told_and_the_server_serves_on(launch: Launch, how: str, reason: str) -> None:
+    server = launch(STUB_NEXT_LOAD="next-load")
+    server.wait_ready()
+    (server.folder / "next-load").write_text(how)
+    other = tiny_checkpoint(server.folder / "other", "llama").path
+    status, error = server.load(str(other))
+    assert (status, reason in error) == (409, True), error
+    shown = server.client.get("/admin/models", headers={"authorization": f"Bearer {ADMIN_TOKEN}"}).json()
+    assert shown["serving"]["model_id"] == str(server.folder / "model")
+    assert shown["change"] is None
+    assert reason in shown["history"][-1]["error"]
+    answer = server.client.post("/generate", json={"inputs": "x", "parameters": {"max_new_tokens": 1}})
+    assert answer.status_code == 200
+    assert (server.watch.seen("readyz"), server.watch.seen("livez")) == ([200], [200])
+    (server.folder / "next-load").unlink()
+    assert server.load(str(other)) == (200, ""), "what broke has left nothing behind"
 
 
 def test_while_it_loads_it_is_live_and_neither_ready_nor_started(launch: Launch) -> None:
