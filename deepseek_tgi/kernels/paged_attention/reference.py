@@ -12,17 +12,17 @@ from deepseek_tgi.kernels.vector_store import read_keys, read_vectors
 
 
 def _context(
-    pages: LayerPages, blocks: list[int], length: int, head: int, placed: PlacedFrame | None
+    pages: LayerPages, blocks: list[int], length: int, placed: PlacedFrame | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of positions `0:length` of one KV head as `[length, D] float32`."""
+    """Keys and values of positions `0:length` as `[heads, length, D] float32`, each read once."""
     size = pages.block_size
     keys, values = [], []
     for position in range(length):
         at = blocks[position // size], slice(None), slice(position % size, position % size + 1)
         k_scale, v_scale = (None if s is None else s[at] for s in (pages.k_scale, pages.v_scale))
-        keys.append(read_keys(pages, pages.k[at], k_scale, placed, position)[head, 0])
-        values.append(read_vectors(pages.mode, pages.v[at], v_scale)[head, 0])
-    return torch.stack(keys), torch.stack(values)
+        keys.append(read_keys(pages, pages.k[at], k_scale, placed, position)[:, 0])
+        values.append(read_vectors(pages.mode, pages.v[at], v_scale)[:, 0])
+    return torch.stack(keys, 1), torch.stack(values, 1)
 
 
 def paged_attention(
@@ -40,10 +40,13 @@ def paged_attention(
     ratio = q.shape[1] // pages.num_heads
     starts, cached = inputs.cu_seqlens.tolist(), inputs.cache_lens.tolist()
     for b, blocks in enumerate(inputs.block_tables.tolist()):
-        for t in range(starts[b], starts[b + 1]):
+        rows = range(starts[b], starts[b + 1])
+        if not rows:
+            continue
+        keys, values = _context(pages, blocks, cached[b] + len(rows), placed)
+        for t in rows:
             length = cached[b] + t - starts[b] + 1
             for head in range(q.shape[1]):
-                keys, values = _context(pages, blocks, length, head // ratio, placed)
-                weights = torch.softmax((keys @ q[t, head]) * scale, 0)
-                y[t, head] = weights @ values
+                weights = torch.softmax((keys[head // ratio, :length] @ q[t, head]) * scale, 0)
+                y[t, head] = weights @ values[head // ratio, :length]
     return y
