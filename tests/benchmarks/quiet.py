@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ class Quiet:
             if foreign <= MAX_FOREIGN or not self.required:
                 return result
             self.discarded += 1
+            sys.stderr.write(f"somebody else used {foreign:.0%} of the processors meanwhile: once more\n")
             for _ in range(MAX_WAITS):
                 if idle_share(1.0) >= 1 - MAX_FOREIGN:
                     break
