@@ -10,8 +10,10 @@ import argparse
 import http.client
 import json
 import os
+import shlex
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -25,6 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from deepseek_tgi.probes.kubernetes import answer
 from deepseek_tgi.probes.owner import Owner
 from deepseek_tgi.probes.state import Event
+from tests.benchmarks.measure import circumstances
 from tests.launched_server import LaunchedServer, free_port
 
 PERIOD_S = 0.1
@@ -159,9 +162,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="of the shard; 0 for all cores")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    report = measure(given.tokens, given.threads) | {"threads": given.threads or os.cpu_count()}
-    report["cost_of_an_answer_us"] = round(1e6 * cost_s(), 1)
-    report["load_average"] = os.getloadavg()[0]
+    report: dict[str, Any] = {
+        **circumstances(),
+        "command": shlex.join(["python", "-m", "tests.benchmarks.probe_latency", *sys.argv[1:]]),
+        **measure(given.tokens, given.threads),
+        "shard_threads": given.threads or os.cpu_count(),
+        "cost_of_an_answer_us": round(1e6 * cost_s(), 1),
+        "load_average_after": os.getloadavg()[0],
+    }
     print(json.dumps(report, indent=2))
     if given.out is not None:
         given.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
