@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from compiled.kernels import CudaKernel, TritonKernel, compile_cuda, compile_triton, disassemble
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[1] / "compiled"
 OPS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in {"kernels", "compile_triton"})
 MAX_THREAD_REGISTERS = 255

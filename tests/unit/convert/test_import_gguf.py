@@ -308,6 +308,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 def test_the_real_model_equals_what_transformers_reads(
     tmp_path_factory: pytest.TempPathFactory, real_model_dir: Path

@@ -230,7 +230,7 @@ def test_a_router_that_ends_by_itself_ends_everything(launch: Launch) -> None:
 def test_a_shard_that_cannot_start_is_shown_with_its_stderr_and_its_code(launch: Launch) -> None:
     launcher = launch("--num-shard", "2", STUB_FAIL="config.json: vocab_size is missing")
     assert launcher.process.wait(20) == 3
-    assert "cannot start: ended with code 3; its standard error:\nCheckpointError: config.json" in launcher.words()
+    assert "cannot start: ended with code 3; its standard error:\n  CheckpointError: config.json" in launcher.words()
     assert "router starts with" not in launcher.words()
 
 
