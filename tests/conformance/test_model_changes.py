@@ -452,4 +452,7 @@ def test_a_load_right_behind_one_that_was_given_up_is_not_refused(fresh: Shelf, 
         generation = fresh.generation() + 1  # the one given up may not have been seen yet
         assert fresh.control.load(fresh.models["two"].path, generation).generation == generation
         fresh.control.unload(generation)
+        for left in set(fresh.held()) - {fresh.published()}:  # it was whole before the word that it is given up came
+            assert fresh.held()[left] == "ready"
+            fresh.control.unload(left)
     assert fresh.held() == {fresh.published(): "ready"}
