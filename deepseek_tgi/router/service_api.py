@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from deepseek_tgi.probes.kubernetes import CONTENT_TYPE as CONTENT_TYPE_PROBE
 from deepseek_tgi.probes.kubernetes import answer
+from deepseek_tgi.probes.state import State
 from deepseek_tgi.router.app import OPEN_PATHS
 from deepseek_tgi.router.docs_page import PAGE
 from deepseek_tgi.router.errors import UnhealthyError
@@ -37,7 +38,7 @@ class ServiceApi:
         checking = asyncio.ensure_future(self._state.liveness.check(may_generate=self._models.open is not None))
         try:
             while not (await asyncio.wait({checking}, timeout=LOOK_AGAIN_S))[0]:
-                if self._state.liveness.healthy and not self._state.owner.current.report.ready:
+                if self._state.liveness.healthy and self._state.owner.state is State.DEGRADED:
                     raise UnhealthyError  # a question that costs no step is not answered, and the watch agrees
             if not checking.result():
                 raise UnhealthyError
