@@ -22,8 +22,8 @@ pytestmark = pytest.mark.gpu
 GPU = LoadOptions(device="cuda")
 MODELS = ("demo", "deepseek_v2", "qwen3")
 TEXT = "The capital of France is a city where people like to walk along the river and read books in the sun"
-SPARE_BYTES = 64 << 20
-"""What kernels and torch keep of their own; far less than what sleeps."""
+SPARE_BYTES = 128 << 20
+"""What kernels and torch keep of their own, cuBLAS's workspaces of 32 MiB a stream above all; less than what sleeps."""
 CACHE_BYTES = 512 << 20
 
 
@@ -69,10 +69,23 @@ def free_bytes() -> int:
     return int(torch.cuda.mem_get_info()[0])
 
 
+def filled() -> list[torch.Tensor]:
+    """All of the GPU's memory that can be had, in ever smaller pieces."""
+    held: list[torch.Tensor] = []
+    size = 1 << 36
+    while size >= 2 << 20:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return held
+
+
 @pytest.mark.parametrize("keep_pages", [False, True], ids=["pages dropped", "pages kept"])
 def test_weights_come_back_bit_for_bit(driver: Driver, counts: Counter[str], keep_pages: bool) -> None:
     before = said(driver)
-    storages = storages_of(driver.adapter._decoder.weights, (), torch.device("cuda:0"))
+    model = driver.adapter._gpu._model
+    storages = storages_of(model.decoder.weights, (model.kernels,), torch.device("cuda:0"))
     bits = [torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage).cpu() for storage in storages]
     for _ in range(3):
         freed = driver.engine.sleep(keep_pages)
@@ -113,7 +126,7 @@ def test_what_sleeps_on_the_host_is_pinned_and_let_go_of() -> None:
 def test_a_gpu_that_others_filled_is_asked_again(driver: Driver) -> None:
     before = said(driver)
     driver.engine.sleep()
-    others = torch.empty(free_bytes() - SPARE_BYTES // 64, dtype=torch.uint8, device="cuda")
+    others = filled()
     with pytest.raises(ResourceError):
         driver.engine.wake()
     del others
