@@ -49,25 +49,25 @@ CUDA = [
 
 
 def tile(
-    mode: str, width: int, ratio: int, rows: int | None, rotary: int = 0, must: tuple[str, ...] = ()
+    mode: str, width: int, ratio: int, rows: int | None, rotary: int = 0, must: tuple[str, ...] = (), parts: int = 1
 ) -> TritonKernel:
     """The Triton kernel for requests of `rows` rows over such a cache."""
     pages = KVPool(KVLayout(1, 1, width, width, KVMode(mode)), 1).view(0)
-    cut = tile_shape(pages, rows, centred=rotary > 0)
+    cut = tile_shape(pages, rows, centred=rotary > 0, parts=parts)
     return TritonKernel(
         "deepseek_tgi.kernels.paged_attention.tile_kernel:paged_tile",
         {
             **dict.fromkeys(("q", "out"), "*bf16"),
-            **dict.fromkeys(("k", "v", "k_scale", "v_scale"), "*u8"),
+            **dict.fromkeys(("k", "k_rest", "v", "k_scale", "v_scale"), "*u8"),
             **dict.fromkeys(("tables", "starts", "cached"), "*i32"),
             **dict.fromkeys(("centre", "cos_sin"), "*fp32"),
             **dict.fromkeys(("q_stride", "page_bytes", "columns", "batch"), "i32"),
             "scale": "fp32",
         },
-        {**tile_constants(pages, ratio, rotary), "BM": cut["BM"], "BN": cut["BN"], "UPCAST": False},
+        {**tile_constants(pages, ratio, rotary), "BM": cut["BM"], "BN": cut["BN"], "REST": parts > 1, "UPCAST": False},
         255,
         must,
-        divisible=("q", "k", "v", "k_scale", "v_scale", "out", "q_stride", "page_bytes"),
+        divisible=("q", "k", "k_rest", "v", "k_scale", "v_scale", "out", "q_stride", "page_bytes"),
         num_warps=cut["num_warps"],
         num_stages=cut["num_stages"],
         archs=(HOPPER,),
@@ -77,6 +77,7 @@ def tile(
 TRITON = [
     tile("bfloat16", 128, 4, None, must=(WARPGROUP_MATRIX,)),
     tile("int8", 128, 7, None, must=(WARPGROUP_MATRIX,)),
+    tile("bfloat16", 128, 7, None, must=(WARPGROUP_MATRIX,), parts=2),
     tile("fp8_e4m3fn", 128, 4, None, must=(WARPGROUP_MATRIX,)),
     tile("int4", 128, 4, None),
     tile("int8", 128, 7, 7, rotary=128),

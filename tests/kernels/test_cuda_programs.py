@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from emulation.emulated import EmulatedPrograms
 
 from deepseek_tgi.errors import DeviceError
 from deepseek_tgi.kernels.cuda import nvrtc
-from deepseek_tgi.kernels.cuda.driver import DriverPrograms
+from deepseek_tgi.kernels.cuda.driver import DriverPrograms, LaunchPlace
 from deepseek_tgi.kernels.cuda.program import KernelSpec, spec
 
 SIGNATURE = "plpfpli"
@@ -91,3 +93,32 @@ def test_a_function_keeps_the_most_shared_memory_that_was_asked_for(monkeypatch:
     for shared_bytes in (60_000, 200_000, 100_000, 1_000):
         programs.kernel(spec("rms_norm", "rms_norm", SIGNATURE, shared_bytes, THREADS=128, X_BF16=0, OUT_BF16=1))
     assert asked == [60_000, 200_000, 200_000, 200_000]
+
+
+def test_parameters_lie_where_the_driver_is_told() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    x = torch.arange(3)
+    place = LaunchPlace(spec("any", "any", "ipflipil", 77), driver)
+    given = (-5, x, 0.5, -(1 << 40), 7, None, 2**31 - 1, 3)
+    for _ in range(2):
+        place.write(given)
+    kinds: tuple[Any, ...] = (
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_float,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int64,
+    )
+    addresses = (ctypes.c_void_p * 8).from_address(place.pointers)
+    found = [kind.from_address(at).value for kind, at in zip(kinds, addresses, strict=True)]
+    assert found == [-5, x.data_ptr(), 0.5, -(1 << 40), 7, None, 2**31 - 1, 3]
+    assert all(at % ctypes.sizeof(kind) == 0 for kind, at in zip(kinds, addresses, strict=True))
+    with pytest.raises(AssertionError, match="any: 1 arguments for"):
+        place.write((1,))
+    assert (place.plain.sharedMemBytes, place.plain.numAttrs, place.overlapping.numAttrs) == (77, 0, 1)
+    overlap = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert place.overlapping.attrs[0].id == overlap
+    assert place.overlapping.attrs[0].value.programmaticStreamSerializationAllowed == 1

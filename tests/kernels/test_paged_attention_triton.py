@@ -59,8 +59,6 @@ def test_heads_of_no_common_size() -> None:
 @pytest.mark.parametrize("mode", QUANTISED, ids=lambda m: m.value)
 @pytest.mark.parametrize("framed", [False, True], ids=["plain", "framed"])
 def test_contexts_read_into_bfloat16_first(mode: KVMode, framed: bool) -> None:
-    check(
-        make_case(TORCH, (6, 2, 64, 32, 32), ([5, 1, 0, 18], [30, 75, 4, 2]), mode, framed),
-        mode,
-        unpacked_bytes=1 << 30,
-    )
+    for geometry in ((6, 2, 64, 32, 32), (2, 1, 96, 32, 16)):
+        case = make_case(TORCH, geometry, ([5, 1, 0, 18], [30, 75, 4, 2]), mode, framed)
+        check(case, mode, unpacked_bytes=1 << 30)

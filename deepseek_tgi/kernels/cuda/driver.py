@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import struct
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,12 +17,8 @@ from deepseek_tgi.kernels.cuda.program import Argument, Kernel, KernelSpec, Shap
 _STATIC_SHARED_LIMIT = 48 << 10
 """Dynamic shared memory beyond this must be asked for, once a function."""
 
-_MAKERS: dict[str, Callable[[Any], Any]] = {
-    "p": lambda x: ctypes.c_void_p(0 if x is None else x.data_ptr()),
-    "i": ctypes.c_int32,
-    "l": ctypes.c_int64,
-    "f": ctypes.c_float,
-}
+_FORMATS = {"p": "P", "i": "i", "l": "q", "f": "f"}
+"""How `struct` writes a parameter of each kind."""
 
 
 class DriverPrograms:
@@ -74,41 +72,72 @@ class DriverKernel:
         self._device = device
         self._overlaps = overlaps
         self._function = _checked(driver.cuModuleGetFunction(module, spec.name.encode()), spec.name)
+        self._places = threading.local()
         if room > _STATIC_SHARED_LIMIT:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuFuncSetAttribute(self._function, attribute, room), spec.name)
 
     def __call__(self, grid: Shape, block: int, arguments: Sequence[Argument], *, overlap: bool = False) -> None:
         """See `Kernel`. Raises `DeviceError` if the launch is refused."""
-        kinds = self._spec.signature
-        assert len(arguments) == len(kinds), f"{self._spec.name}: {len(arguments)} arguments for {kinds!r}"
-        slots = [_MAKERS[kind](value) for kind, value in zip(kinds, arguments, strict=True)]
-        pointers = (ctypes.c_void_p * len(slots))(*(ctypes.addressof(slot) for slot in slots))
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        if overlap and self._overlaps:
-            result = self._launch_overlapping(grid, block, stream, ctypes.addressof(pointers))
-        else:
-            result = self._driver.cuLaunchKernel(
-                self._function, *grid, block, 1, 1, self._spec.shared_bytes, stream, ctypes.addressof(pointers), 0
-            )
-        _checked(result, self._spec.name)
+        place = getattr(self._places, "place", None)
+        if place is None:
+            place = self._places.place = LaunchPlace(self._spec, self._driver)
+        stream = torch._C._cuda_getCurrentRawStream(
+            self._device.index or 0
+        )  # torch's own object costs more than a launch
+        config = place.overlapping if overlap and self._overlaps else place.plain
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX = block
+        config.hStream = stream
+        place.write(arguments)
+        _checked(self._driver.cuLaunchKernelEx(config, self._function, place.pointers, 0), self._spec.name)
 
-    def _launch_overlapping(self, grid: Shape, block: int, stream: int, pointers: int) -> tuple[Any, ...]:
-        driver = self._driver
+
+class LaunchPlace:
+    """Where one thread writes a kernel's parameters and the shape of its launch: made once, read by each launch."""
+
+    def __init__(self, spec: KernelSpec, driver: Any) -> None:
+        self._kinds = spec.signature
+        self._name = spec.name
+        self._layout = struct.Struct("@" + "".join(_FORMATS[kind] for kind in spec.signature))
+        self._memory = ctypes.create_string_buffer(self._layout.size)
+        start = ctypes.addressof(self._memory)
+        self._addresses = (ctypes.c_void_p * len(self._kinds))(*(start + at for at in _offsets(self._kinds)))
+        self.pointers = ctypes.addressof(self._addresses)
+        """Where the driver finds the address of each parameter."""
+        self.plain, self.overlapping = (_launch_config(driver, spec.shared_bytes, overlap) for overlap in (False, True))
+
+    def write(self, arguments: Sequence[Argument]) -> None:
+        """Take the parameters of the next launch."""
+        assert len(arguments) == len(self._kinds), f"{self._name}: {len(arguments)} arguments for {self._kinds!r}"
+        self._layout.pack_into(self._memory, 0, *map(_plain, arguments))
+
+
+def _plain(value: Argument) -> int | float:
+    if value is None:
+        return 0
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+def _offsets(kinds: str) -> list[int]:
+    """Where each parameter of a signature begins: `struct` ends before what would align the next one."""
+    formats = [_FORMATS[kind] for kind in kinds]
+    return [struct.calcsize("@" + "".join(formats[: i + 1])) - struct.calcsize(formats[i]) for i in range(len(kinds))]
+
+
+def _launch_config(driver: Any, shared_bytes: int, overlap: bool) -> Any:
+    config = driver.CUlaunchConfig()
+    config.blockDimY, config.blockDimZ = 1, 1
+    config.sharedMemBytes = shared_bytes
+    if overlap:
         value = driver.CUlaunchAttributeValue()
         value.programmaticStreamSerializationAllowed = 1
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value = value
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes = self._spec.shared_bytes
-        config.hStream = stream
         config.attrs = [attribute]
         config.numAttrs = 1
-        result: tuple[Any, ...] = driver.cuLaunchKernelEx(config, self._function, pointers, 0)
-        return result
+    return config
 
 
 def _checked(result: tuple[Any, ...], name: str) -> Any:

@@ -98,15 +98,19 @@ def _exact_product(a, b, UPCAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns", "batch"], do_not_specialize_on_alignment=["tables", "starts", "cached"])
 def paged_tile(
-    q, q_stride, k, v, k_scale, v_scale, page_bytes, tables, columns, starts, cached, batch, scale, out,
+    q, q_stride, k, k_rest, v, k_scale, v_scale, page_bytes, tables, columns, starts, cached, batch, scale, out,
     centre, cos_sin,
-    MODE: tl.constexpr, RATIO: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr,
+    MODE: tl.constexpr, REST: tl.constexpr, RATIO: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr,
     BLOCK: tl.constexpr, GROUP_K: tl.constexpr, GROUP_V: tl.constexpr, SIZE_K: tl.constexpr, SIZE_V: tl.constexpr,
     TURN_K: tl.constexpr, TURN_V: tl.constexpr, CENTRE: tl.constexpr, ROTARY: tl.constexpr, PR: tl.constexpr,
     MARK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """`out[t, h] = softmax(scale q[t, h] K') V` for one tile; the grid is (tiles of all requests, KV heads)."""
+    """`out[t, h] = softmax(scale q[t, h] K') V` for one tile; the grid is (tiles of all requests, KV heads).
+
+    With REST keys come in two parts of 16 bits, `k` and `k_rest`, which lie alike.
+    """
     tile = tl.program_id(0)
     group = tl.program_id(1)
     heads = tl.num_programs(1) * RATIO
@@ -174,6 +178,9 @@ def paged_tile(
             place = group * BLOCK + at % BLOCK
             keys = _rows(k, k_scale, page, place, seen, page_bytes, MODE, DK, PK, GROUP_K)
             scores = _product(x, tl.trans(keys), UPCAST)
+            if REST:
+                rest = _rows(k_rest, k_scale, page, place, seen, page_bytes, MODE, DK, PK, GROUP_K)
+                scores += _product(x, tl.trans(rest), UPCAST)
             if MODE == 2 or MODE == 3:
                 size, zero = _params(k_scale, page, place, seen, page_bytes, MODE)
                 scores *= size[None, :]
@@ -219,6 +226,23 @@ def paged_tile(
 
 
 @triton.jit
+def _offsets(centre, cos_sin, at, seen, d, DK: tl.constexpr, ROTARY: tl.constexpr):
+    """`R_p c` for the positions `at`, `[BN, P] float32`: what was taken off the keys there; `centre` is the head's."""
+    turns = d < ROTARY
+    first = d < ROTARY // 2
+    i = tl.where(first, d, d - ROTARY // 2)
+    other = tl.where(first, d + ROTARY // 2, i)
+    own = tl.load(centre + d, mask=d < DK, other=0.0)
+    across = tl.load(centre + other, mask=turns, other=0.0)
+    across = tl.where(first, -across, across)
+    mask = seen[:, None] & turns[None, :]
+    turn = cos_sin + at[:, None] * ROTARY + i[None, :]
+    cos = tl.load(turn, mask=mask, other=1.0)
+    sin = tl.load(turn + ROTARY // 2, mask=mask, other=0.0)
+    return cos * own[None, :] + sin * across[None, :]
+
+
+@triton.jit
 def _plain(
     store, scales, page, place, seen, page_bytes, MODE: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     GROUP: tl.constexpr, SIZE: tl.constexpr, TURN: tl.constexpr, UPCAST: tl.constexpr,
@@ -233,12 +257,18 @@ def _plain(
 
 @triton.jit(do_not_specialize=["columns", "blocks"], do_not_specialize_on_alignment=["tables", "starts", "cached"])
 def unpack_pages(
-    k, v, k_scale, v_scale, page_bytes, tables, columns, starts, cached, plain, plain_page_bytes, blocks,
-    MODE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP_K: tl.constexpr, GROUP_V: tl.constexpr, SIZE_K: tl.constexpr, SIZE_V: tl.constexpr, TURN_K: tl.constexpr,
-    TURN_V: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr,
+    k, v, k_scale, v_scale, page_bytes, tables, columns, starts, cached, centre, cos_sin, plain, plain_page_bytes,
+    blocks,
+    MODE: tl.constexpr, CENTRE: tl.constexpr, ROTARY: tl.constexpr, MARK: tl.constexpr, BLOCK: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, GROUP_K: tl.constexpr,
+    GROUP_V: tl.constexpr, SIZE_K: tl.constexpr, SIZE_V: tl.constexpr, TURN_K: tl.constexpr, TURN_V: tl.constexpr,
+    BN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Contexts in bfloat16 pages of their own, request after request: keys, values, then a byte a key, its mark."""
+    """Contexts in bfloat16 pages of their own, request after request: keys, values, and with CENTRE rests of keys.
+
+    A key that its centre was taken off has it back. Bfloat16 would lose what tells such keys apart, so it is what the
+    key and its rest add up to.
+    """
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     group = tl.program_id(1)
     request = tl.program_id(2)
@@ -252,13 +282,18 @@ def unpack_pages(
         wide = plain.to(tl.pointer_type(tl.bfloat16))
         keys = _plain(k, k_scale, page, place, seen, page_bytes, MODE, DK, PK, GROUP_K, SIZE_K, TURN_K, UPCAST)
         d = tl.arange(0, PK)
-        tl.store(
-            wide + (to + place * DK)[:, None] + d[None, :], keys.to(tl.bfloat16), mask=seen[:, None] & (d < DK)[None, :]
-        )
+        mask = seen[:, None] & (d < DK)[None, :]
+        if CENTRE:
+            off = _offsets(centre + group * DK, cos_sin, at, seen, d, DK, ROTARY)
+            if MARK:  # bytes from a token's mark to the next
+                mark = tl.load(k_scale + page * page_bytes + place * MARK, mask=seen, other=0)
+                off = tl.where(((mark & 1) != 0)[:, None], off, 0.0)
+            keys += off
+            behind = to + heads * BLOCK * (DK + DV) + place * DK
+            rest = (keys - keys.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
+            tl.store(wide + behind[:, None] + d[None, :], rest, mask=mask)
+        tl.store(wide + (to + place * DK)[:, None] + d[None, :], keys.to(tl.bfloat16), mask=mask)
         values = _plain(v, v_scale, page, place, seen, page_bytes, MODE, DV, PV, GROUP_V, SIZE_V, TURN_V, UPCAST)
         e = tl.arange(0, PV)
         behind = to + heads * BLOCK * DK + place * DV
         tl.store(wide + behind[:, None] + e[None, :], values.to(tl.bfloat16), mask=seen[:, None] & (e < DV)[None, :])
-        if MODE == 4:
-            mark = tl.load(k_scale + page * page_bytes + place * (DK // GROUP_K), mask=seen, other=0)
-            tl.store(plain + to * 2 + heads * BLOCK * (DK + DV) * 2 + place, mark, mask=seen)

@@ -88,51 +88,60 @@ class TiledAttention:
         if pages.quantised and placed is not None and placed.frame.centre is not None:
             centre, cos_sin = placed.frame.centre, placed.cos_sin
         rotary = 0 if cos_sin is None else cos_sin.shape[1]
-        tables, unpacked = inputs.block_tables, None
+        tables, rest, unpacked = inputs.block_tables, None, None
         if pages.quantised and inputs.max_seqlen > 1:
-            unpacked = self._unpack(pages, inputs)
+            unpacked = self._unpack(pages, inputs, centre, cos_sin)
         if unpacked is not None:
-            pages, tables = unpacked
+            pages, tables, rest = unpacked
+            centre, cos_sin, rotary = None, None, 0
         constants = tile_constants(pages, ratio, rotary)
-        cut = tile_shape(pages, None if inputs.max_seqlen > 1 else ratio, centred=centre is not None)
+        cut = tile_shape(
+            pages, None if inputs.max_seqlen > 1 else ratio, centred=centre is not None, parts=1 + (rest is not None)
+        )
         rows = cut["BM"]
         tiles = min(-(-q.shape[0] * ratio // rows) + batch, batch * -(-inputs.max_seqlen * ratio // rows))
         paged_tile[tiles, pages.num_heads](
-            q, q.stride(0), _bytes(pages.k), _bytes(pages.v), _bytes(pages.k_scale), _bytes(pages.v_scale),
-            pages.k.stride(0) * pages.k.element_size(), tables, tables.stride(0),
+            q, q.stride(0), _bytes(pages.k), _bytes(rest), _bytes(pages.v), _bytes(pages.k_scale),
+            _bytes(pages.v_scale), pages.k.stride(0) * pages.k.element_size(), tables, tables.stride(0),
             inputs.cu_seqlens, inputs.cache_lens, batch, scale, out, centre, cos_sin, **constants, **cut,
-            UPCAST=self._interpreted,
+            REST=rest is not None, UPCAST=self._interpreted,
         )  # fmt: skip
 
-    def _unpack(self, pages: LayerPages, inputs: ForwardInputs) -> tuple[LayerPages, torch.Tensor] | None:
-        """The step's contexts in bfloat16 and the table of their pages; None if that is too much memory."""
+    def _unpack(
+        self, pages: LayerPages, inputs: ForwardInputs, centre: torch.Tensor | None, cos_sin: torch.Tensor | None
+    ) -> tuple[LayerPages, torch.Tensor, torch.Tensor | None] | None:
+        """The step's contexts in bfloat16, the table of their pages, and rests of keys if their centre was put back.
+
+        None if that is too much memory.
+        """
         from deepseek_tgi.kernels.paged_attention.tile_kernel import unpack_pages
 
         heads, size, k_dim, v_dim = pages.num_heads, pages.block_size, pages.k_dim, pages.v_dim
         batch, blocks = inputs.cache_lens.shape[0], -(-inputs.max_context // size)
-        page = heads * size * (2 * (k_dim + v_dim) + 1)
-        page = -(-page // 16) * 16
+        page = -(-2 * heads * size * (k_dim + v_dim + (0 if centre is None else k_dim)) // 16) * 16
         if batch * blocks * page > self._unpacked_bytes:
             return None
         device = pages.k.device
         plain = torch.empty(batch * blocks * page, dtype=torch.uint8, device=device)
-        constants = tile_constants(pages, 1, 0)
-        names = ("MODE", "BLOCK", *(f"{key}{x}" for key in ("D", "P", "GROUP_", "SIZE_", "TURN_") for x in "KV"))
+        constants = tile_constants(pages, 1, 0 if cos_sin is None else cos_sin.shape[1])
+        names: tuple[str, ...] = ("MODE", "BLOCK", "CENTRE", "ROTARY", "MARK")
+        names += tuple(f"{key}{x}" for key in ("D", "P", "GROUP_", "SIZE_", "TURN_") for x in "KV")
         unpack_pages[-(-inputs.max_context // 32), heads, batch](
             _bytes(pages.k), _bytes(pages.v), _bytes(pages.k_scale), _bytes(pages.v_scale),
             pages.k.stride(0) * pages.k.element_size(), inputs.block_tables, inputs.block_tables.stride(0),
-            inputs.cu_seqlens, inputs.cache_lens, plain, page, blocks, **{name: constants[name] for name in names},
-            BN=32, UPCAST=self._interpreted,
+            inputs.cu_seqlens, inputs.cache_lens, centre, cos_sin, plain, page, blocks,
+            **{name: constants[name] for name in names}, BN=32, UPCAST=self._interpreted,
         )  # fmt: skip
-        wide = plain.view(torch.bfloat16)
-        count, behind = batch * blocks, heads * size * k_dim
-        k = wide.as_strided((count, heads, size, k_dim), (page // 2, size * k_dim, k_dim, 1))
-        v = wide.as_strided((count, heads, size, v_dim), (page // 2, size * v_dim, v_dim, 1), behind)
-        marks = None
-        if pages.mode == "int4":
-            marks = plain.as_strided((count, heads, size, 1), (page, size, 1, 1), 2 * (behind + heads * size * v_dim))
+        wide, count = plain.view(torch.bfloat16), batch * blocks
+
+        def part(start: int, width: int) -> torch.Tensor:
+            return wide.as_strided(
+                (count, heads, size, width), (page // 2, size * width, width, 1), heads * size * start
+            )
+
         tables = torch.arange(count, dtype=torch.int32, device=device).view(batch, blocks)
-        return LayerPages(k, v, marks, None, "bfloat16", size), tables
+        rest = None if centre is None else part(k_dim + v_dim, k_dim)
+        return LayerPages(part(0, k_dim), part(k_dim, v_dim), None, None, "bfloat16", size), tables, rest
 
 
 def tile_constants(pages: LayerPages, ratio: int, rotary: int) -> dict[str, Any]:
@@ -149,15 +158,15 @@ def tile_constants(pages: LayerPages, ratio: int, rotary: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def tile_shape(pages: LayerPages, rows: int | None, *, centred: bool) -> dict[str, int]:
-    """How many rows and keys a program takes, for requests of at most `rows` rows.
+def tile_shape(pages: LayerPages, rows: int | None, *, centred: bool, parts: int = 1) -> dict[str, int]:
+    """How many rows and keys, of `parts` parts, a program takes, for requests of at most `rows` rows.
 
     Prompts of any length (None) have one shape: another is another kernel to compile while a request waits.
     """
     wide = max(pages.k_dim, pages.v_dim) > 128 or centred or pages.mode == "int4"
     most = 64 if wide else 128
     size = most if rows is None or rows > 16 else 16
-    keys = 32 if wide else 128 if size >= 128 and pages.mode in ("bfloat16", "float16") else 64
+    keys = 32 if wide else 128 if size >= 128 and parts == 1 and pages.mode in ("bfloat16", "float16") else 64
     stages = 1 if pages.mode == "int4" else 2 if wide or size >= 128 else 3
     return {"BM": size, "BN": keys, "num_warps": 8 if size >= 128 else 4, "num_stages": stages}
 
