@@ -1,9 +1,9 @@
 """All GPU benchmarks in one call, each in a process of its own; figures as printed, and as JSON in a folder.
 
-    python -m tests.benchmarks.gpu [--parts gemm attention latent moe whole_model load] [--out DIR] [--full]
+    python -m tests.benchmarks.gpu [--parts gemm attention latent moe whole_model load ranks] [--out DIR] [--full]
 
 Each part measures its ceilings and its peers itself, in its own process, right before what is compared with them.
-Without `--full` whole models are measured at the contexts and caches that have targets.
+Without `--full` whole models are measured at the contexts and caches that have targets; `ranks` wants two GPUs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 LIMIT_S = 900.0
 
 
@@ -26,6 +28,7 @@ class Part:
     module: str
     flag: str | None = "--json"
     usual: tuple[str, ...] = ()
+    gpus: int = 1
 
     def command(self, out: Path | None, full: bool) -> list[str]:
         """What to run."""
@@ -47,15 +50,16 @@ PARTS = (
         ),
     ),
     Part("load"),
+    Part("ranks", gpus=2),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts; 1 if one of them failed."""
-    known = [part for part in PARTS if (Path(__file__).parent / f"{part.module}.py").exists()]
-    names = [part.module for part in known]
+    names = [part.module for part in PARTS]
+    there = [part.module for part in PARTS if part.gpus <= torch.cuda.device_count()]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=names, default=names)
+    parser.add_argument("--parts", nargs="+", choices=names, default=there)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds a part may take")
@@ -63,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
     failed = []
-    for part in known:
+    for part in PARTS:
         if part.module in args.parts:
             print(f"== {part.module}", flush=True)
             started = time.perf_counter()

@@ -8,6 +8,7 @@ on the device. As a backend name it is `tests.benchmarks.gpu.random_model:Random
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,11 +135,12 @@ def _entries(folder: Path) -> Iterable[tuple[str, TensorEntry]]:
 
 
 def _drawn(name: str, entry: TensorEntry, device: torch.device) -> torch.Tensor:
-    """Codes and zeros over their whole range; weights of about 0.02; norms of 1."""
-    if entry.dtype == torch.int32:
-        return torch.randint(-(2**31), 2**31 - 1, entry.shape, dtype=torch.int32, device=device)
+    """Codes and zeros over their whole range; weights of about 0.02; norms of 1. The same for every rank that asks."""
     if "norm" in name:
         return torch.ones(entry.shape, dtype=entry.dtype, device=device)
+    source = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    if entry.dtype == torch.int32:
+        return torch.randint(-(2**31), 2**31 - 1, entry.shape, dtype=torch.int32, device=device, generator=source)
     if name.endswith("scales"):
-        return torch.rand(entry.shape, device=device).mul_(0.002).add_(0.002).to(entry.dtype)
-    return torch.randn(entry.shape, device=device).mul_(0.02).to(entry.dtype)
+        return torch.rand(entry.shape, device=device, generator=source).mul_(0.002).add_(0.002).to(entry.dtype)
+    return torch.randn(entry.shape, device=device, generator=source).mul_(0.02).to(entry.dtype)
