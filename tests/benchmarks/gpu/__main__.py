@@ -1,6 +1,6 @@
 """All GPU benchmarks in one call, each in a process of its own; figures as printed, and as JSON in a folder.
 
-    python -m tests.benchmarks.gpu [--parts gemm attention latent moe whole_model load ranks] [--out DIR] [--full]
+    python -m tests.benchmarks.gpu [--parts gemm attention latent moe whole_model load peers ranks] [--out DIR] [--full]
 
 Each part measures its ceilings and its peers itself, in its own process, right before what is compared with them.
 Without `--full` whole models are measured at the contexts and caches that have targets; `ranks` wants two GPUs.
@@ -50,6 +50,7 @@ PARTS = (
         ),
     ),
     Part("load"),
+    Part("peers"),
     Part("ranks", gpus=2),
 )
 

@@ -1,7 +1,7 @@
 """Decode attention of 32 query and 8 KV heads of 128 elements over pages in every format, against floor and target.
 
 `python -m tests.benchmarks.gpu.attention [result.json]` on a machine with an NVIDIA GPU. The floor is the bytes of the
-cache over what a copy moves in the same run; the peer is FlashInfer, where it can be imported.
+cache over what a copy moves in the same run; the peer, FlashInfer, is timed by `peers`.
 """
 
 from __future__ import annotations
