@@ -136,6 +136,14 @@ class ModelAdapter(ABC):
     def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
         """Write the K/V of `inputs` to `pool` and return raw logits `[R, V] float32` of `inputs.logit_rows`."""
 
+    def step_with(self, inputs: ForwardInputs, token_ids: torch.Tensor, pool: KVPool) -> torch.Tensor | None:
+        """As `step` for requests that each feed one token, which is `token_ids [B]` and not known on the host yet.
+
+        `token_ids` are whole numbers of any type where the logits are; `inputs.input_ids` has their shape and is not
+        looked at. None if the host must know them; nothing has happened then.
+        """
+        return None
+
     @abstractmethod
     def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
         """Upper bound of temporary memory of a step with so many tokens and logit rows."""

@@ -151,10 +151,10 @@ class DecodeGraphs:
         """The smallest recorded batch size of at least `num_rows`."""
         return min((size for size in self._replays if size >= num_rows), default=None)
 
-    def run(self, inputs: ForwardInputs) -> torch.Tensor | None:
+    def run(self, inputs: ForwardInputs, token_ids: torch.Tensor | None = None) -> torch.Tensor | None:
         """Logits of `inputs`, host tensors, if they are a decode step that fits a bucket; else None.
 
-        They are overwritten by the next step.
+        They are overwritten by the next step. `token_ids`, which lie on the device, replace the inputs' own.
         """
         count = inputs.cache_lens.shape[0]
         decodes = inputs.max_seqlen == 1 and inputs.input_ids.shape[0] == count == inputs.logit_rows.shape[0]
@@ -164,6 +164,10 @@ class DecodeGraphs:
             return None
         self._place_tables(inputs.block_tables)
         self._rows.place(inputs, size)
+        if token_ids is not None:
+            ids = self._rows.ids[:count]
+            ids.copy_(token_ids)
+            ids.clamp_(0, self._spec.vocab_size - 1)  # no kernel looks whether an embedding is there
         self._replays[size]()
         return self._logits[:count]
 

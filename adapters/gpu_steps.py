@@ -11,7 +11,7 @@ import torch
 from deepseek_tgi.adapters.decode_graphs import Capture, CudaCapture, DecodeGraphs, GraphSpec, usual_buckets
 from deepseek_tgi.adapters.models.decoder import Decoder
 from deepseek_tgi.adapters.parking import DeviceMemory, ParkedWeights, storages_of
-from deepseek_tgi.adapters.staging import InputStage, check_values
+from deepseek_tgi.adapters.staging import InputStage, check_slots, check_values
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import GenerationError
 from deepseek_tgi.kernels.device_set import syncing_ops
@@ -72,6 +72,14 @@ class GpuSteps:
         if logits is not None:
             return logits
         return self._model.decoder.step(self._stage.move(inputs), LayerByLayer(pool))
+
+    def step_with(self, inputs: ForwardInputs, token_ids: torch.Tensor, pool: KVPool) -> torch.Tensor | None:
+        """See `ModelAdapter.step_with`."""
+        if self._graphs is None or pool is not self._pool:
+            return None
+        check_slots(inputs, pool.num_slots)
+        self._choose_device()
+        return self._graphs.run(inputs, token_ids)
 
     def open_pool(self, pool: KVPool, max_requests: int, max_tokens: int) -> None:
         """See `ModelAdapter.open_pool`."""

@@ -147,6 +147,12 @@ class QuantizedModelAdapter(ModelAdapter):
                 return self._gpu.step(inputs, pool)
             return self._decoder.step(inputs, LayerByLayer(pool))
 
+    def step_with(self, inputs: ForwardInputs, token_ids: torch.Tensor, pool: KVPool) -> torch.Tensor | None:
+        """See `ModelAdapter`; what is recorded in graphs can."""
+        if self._gpu is None or self._group is not None:
+            return None
+        return self._gpu.step_with(inputs, token_ids, pool)
+
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """See `ModelAdapter`. Raises `RequestError` for a mask or ids that do not fit."""
         batch = ragged.pack(input_ids, attention_mask, self._info.vocab_size, self._layout.block_size)

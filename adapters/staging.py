@@ -94,6 +94,11 @@ def check_values(inputs: ForwardInputs, vocab_size: int, num_slots: int) -> None
     low, high = _range(inputs.input_ids)
     if low < 0 or high >= vocab_size:
         refuse(f"embedding: got ids from {low} to {high}, expected 0 to {vocab_size - 1}")
+    check_slots(inputs, num_slots)
+
+
+def check_slots(inputs: ForwardInputs, num_slots: int) -> None:
+    """The half of `check_values` that does not ask for ids."""
     _, highest = _range(inputs.slots)
     if highest >= num_slots:
         refuse(f"cache write: got slot {highest}, expected below {num_slots}")

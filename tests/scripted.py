@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tokenizer_kinds
@@ -57,6 +57,8 @@ class ScriptedAdapter(ModelAdapter):
         generator = torch.Generator().manual_seed(7)
         self._patterns = torch.randn(NUM_PATTERNS, self._vocab, generator=generator)
         self.script = Script()
+        self.takes_unread = False
+        """Whether it steps with tokens that are not read back, as recorded steps on a GPU do."""
         self.steps: list[StepRecord] = []
 
     @classmethod
@@ -107,6 +109,9 @@ class ScriptedAdapter(ModelAdapter):
 
     def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
         return 64 * num_tokens + 4 * num_logit_rows * self._vocab
+
+    def step_with(self, inputs: ForwardInputs, token_ids: torch.Tensor, pool: KVPool) -> torch.Tensor | None:
+        return self.step(replace(inputs, input_ids=token_ids.long()), pool) if self.takes_unread else None
 
     def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
         if self.script.before_step is not None:

@@ -21,7 +21,7 @@ from deepseek_tgi.engine.sequence import Sequence
 from deepseek_tgi.engine.step import DecodePlan, RaggedStep, ragged_step
 from deepseek_tgi.errors import DeepseekTgiError, GenerationError
 from deepseek_tgi.kv.pool import KVPool
-from deepseek_tgi.logits.pipeline import Choice, SamplingPlan, identity
+from deepseek_tgi.logits.pipeline import Choice, Choosing, SamplingPlan, identity
 from deepseek_tgi.logits.watermark import Watermark
 
 log = logging.getLogger(__name__)
@@ -43,21 +43,33 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A step that was launched before anybody asked for it: the next of `plan`, whose logits lie on the device."""
+    """A step that was launched before anybody asked for it: the next of `sequences`, whose logits lie on the device."""
 
-    plan: DecodePlan
+    sequences: Items[Sequence]
+    cache_lens: list[int]
     inputs: ForwardInputs
     logits: torch.Tensor
+
+    def logits_of(self, sequences: Items[Sequence]) -> torch.Tensor | None:
+        """What the next step of these requests gives; None if some of them, as far as they are now, are not here."""
+        if sequences is self.sequences:
+            return self.logits if self.cache_lens == [s.cache_len for s in sequences] else None
+        places = {id(s): row for row, s in enumerate(self.sequences)}
+        rows = [places.get(id(s), -1) for s in sequences]
+        if any(row < 0 or self.cache_lens[row] != s.cache_len for row, s in zip(rows, sequences, strict=True)):
+            return None
+        return self.logits[rows]
 
 
 class Runner:
     """Runs steps over one pool. Owns the pool's guard; batches are handed in and out.
 
-    On a GPU the next step of a batch that goes on whole is launched before the answer to this one is on its way.
-    Choice: it is what a router nearly always asks for next, and what it writes is what the batch's own next step would
-    write, in whatever batch that comes; if another call comes first its logits are dropped and the step is taken again.
-    Prevents: a GPU that idles while an answer travels and the next question comes, half of a step's time. Rejected:
-    choosing tokens ahead as well, which would change what requests remember.
+    On a GPU the next step of a batch is launched before the answer to this one is on its way, and where the adapter
+    can, before the chosen tokens are read back. Choice: it is what a router nearly always asks for next, of all
+    requests or of those that have not ended, and what it writes is what their own next step would write; if another
+    call comes first its logits are dropped and the step is taken again. Prevents: a GPU that idles while an answer
+    travels and the next question comes, half of a step's time. Rejected: choosing tokens ahead as well, which would
+    change what requests remember.
 
     Rule for one request's failure (its logits are not finite, its grammar allows nothing): the router knows only
     failures of a whole call, so if the request is alone its call fails with the reason, and otherwise it ends early
@@ -85,15 +97,19 @@ class Runner:
             return self._run_ragged(batch)
         plan = batch.plan or self._plan(batch.sequences)
         start = time.perf_counter_ns()
-        if ahead is not None and ahead.plan is plan:
-            logits = ahead.logits
-            self.guard.remember(ahead.inputs.slots, plan.history())
+        found = None if ahead is None else ahead.logits_of(batch.sequences)
+        if found is not None:
+            logits = found
+            self.guard.remember(plan.inputs().slots, plan.history())
         else:
             inputs = plan.inputs()
             logits = self._forward(inputs, inputs.slots, plan.history)
         forwarded = time.perf_counter_ns()
-        choice = plan.sampling.run(logits)
-        plan.advance(choice.token_ids)
+        choosing = plan.sampling.begin(logits)
+        plan.move_on()
+        ahead = self._step_with(batch.sequences, plan, choosing)
+        choice = choosing.result()
+        plan.name(choice.token_ids)
         for sequence in batch.sequences:
             sequence.cache_len += 1
         generations, live = self._take(batch, batch.sequences, choice)
@@ -101,23 +117,37 @@ class Runner:
             after: Batch | None = batch if batch.plan is plan else replace(batch, plan=plan)
         else:
             after = make_batch(batch.id, live, self._block_size) if live else None
-        if self._runs_ahead and after is not None and after.plan is plan:
-            self._run_ahead(plan)
+        if ahead is None and self._runs_ahead and after is not None and after.plan is plan:
+            ahead = self._next_step(batch.sequences, plan)
+        self._ahead = None if after is None else ahead
         return Stepped(generations, after, forwarded - start, time.perf_counter_ns() - forwarded)
 
     def drop_ahead(self) -> None:
         """Forget the step that was launched before anybody asked."""
         self._ahead = None
 
-    def _run_ahead(self, plan: DecodePlan) -> None:
-        """Launch the next step of `plan`. Its slots hold nothing that may be claimed until it is asked for.
+    def _step_with(self, sequences: Items[Sequence], plan: DecodePlan, choosing: Choosing) -> Ahead | None:
+        """Launch the next step with tokens that only the device knows yet, if all requests have a place for them.
 
-        What goes wrong here goes wrong again for whoever asks.
+        Its slots hold nothing that may be claimed until it is asked for. What goes wrong here goes wrong again for
+        whoever asks.
         """
+        if not self._runs_ahead or plan.sampling.reads_logits_late or any(s.stopping.at_last_token for s in sequences):
+            return None
         inputs = plan.inputs()
         self.guard.forget(inputs.slots)
         with suppress(DeepseekTgiError, RuntimeError):
-            self._ahead = Ahead(plan, inputs, self._adapter.step(inputs, self.pool))
+            logits = self._adapter.step_with(inputs, choosing.ids, self.pool)
+            return None if logits is None else Ahead(sequences, [s.cache_len + 1 for s in sequences], inputs, logits)
+        return None
+
+    def _next_step(self, sequences: Items[Sequence], plan: DecodePlan) -> Ahead | None:
+        """As `_step_with`, the tokens known."""
+        inputs = plan.inputs()
+        self.guard.forget(inputs.slots)
+        with suppress(DeepseekTgiError, RuntimeError):
+            return Ahead(sequences, [s.cache_len for s in sequences], inputs, self._adapter.step(inputs, self.pool))
+        return None
 
     def _plan(self, sequences: Items[Sequence]) -> DecodePlan:
         return DecodePlan(sequences, self.guard, self._block_size, self._sampling(sequences))

@@ -68,11 +68,19 @@ class DecodePlan:
 
     def advance(self, token_ids: torch.Tensor) -> None:
         """Go on with the chosen tokens `[B] int64`."""
-        self._ids = token_ids
+        self.move_on()
+        self.name(token_ids)
+
+    def move_on(self) -> None:
+        """Go on with tokens that are not known yet; `name` tells them."""
         self._positions = self._positions + 1
         self._max_context += 1
         self._steps_in_block -= 1
         self._slots = None if self._slots is None or not self._steps_in_block else self._slots + 1
+
+    def name(self, token_ids: torch.Tensor) -> None:
+        """Take the tokens `[B] int64` that the step feeds; before `history`."""
+        self._ids = token_ids
 
     def _slots_of(self, positions: torch.Tensor) -> torch.Tensor:
         block = self._tables.gather(1, (positions // self._block_size).unsqueeze(1)).squeeze(1)

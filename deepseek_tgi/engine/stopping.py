@@ -20,6 +20,11 @@ class StopState:
         self._tail = ""
         self.count = 0
 
+    @property
+    def at_last_token(self) -> bool:
+        """True if the next token ends the request whatever it is."""
+        return self.count + 1 >= self._rule.max_new_tokens
+
     def advance(self, token_id: int, piece: str) -> FinishReason | None:
         """Count a token whose text is `piece`; the reason to end, None to go on."""
         self.count += 1

@@ -87,6 +87,57 @@ def sampling_state(
     return SamplingState(params, len(ids), ids[-1], top_n_tokens, seen, constraint)
 
 
+class Choosing:
+    """A choice on its way: made where the logits are, not read back yet."""
+
+    def __init__(self, columns: torch.Tensor, read: Callable[[list[list[float]]], Choice], back: ReadBack) -> None:
+        """`columns [3, n]`: ids, their logprobs and the largest scores; `read` makes a `Choice` of them."""
+        self._columns = columns
+        self._read = read
+        self._back = back
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The ids `[n]`, whole numbers of a float type, on the device of the logits; valid ids even of failed rows."""
+        return self._columns[0]
+
+    def result(self) -> Choice:
+        """Wait for the choice, and for nothing that was launched after it; once."""
+        return self._read(self._back.values())
+
+
+class ReadBack:
+    """Numbers on their way from a device: a copy to pinned memory, and the event that says that it is done."""
+
+    def __init__(self) -> None:
+        self._host: torch.Tensor | None = None
+        self._done: torch.Event | None = None
+        self._source = torch.empty(0)
+
+    def begin(self, source: torch.Tensor) -> None:
+        """Start; the values of an earlier one are gone."""
+        self._source = source
+        if source.device.type == "cpu":
+            return
+        if self._host is None or self._host.dtype != source.dtype or self._host.shape != source.shape:
+            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._done = torch.Event(source.device)
+        assert self._done is not None, "made with the memory"
+        self._host.copy_(source, non_blocking=True)
+        self._done.record()
+
+    def values(self) -> list[list[float]]:
+        """All numbers, once they are here."""
+        values = self._source
+        if values.device.type != "cpu":
+            assert self._host is not None, "begun"
+            assert self._done is not None, "begun"
+            self._done.synchronize()
+            values = self._host
+        found: list[list[float]] = values.tolist()
+        return found
+
+
 class SamplingPlan:
     """Which rows need which step, worked out once for a list of requests and then run every step.
 
@@ -111,9 +162,19 @@ class SamplingPlan:
         wishing = {*self._watermarked, *self._penalised, *self._constrained, *self._topped, *self._sampled}
         self._plain = torch.tensor([row not in wishing for row in range(len(states))])
         self._all_plain = not wishing
+        self._back = ReadBack()
 
     def run(self, logits: torch.Tensor) -> Choice:
-        """Choose a token for each row of raw `logits [n, V] float32`, which may be changed in place.
+        """Choose a token for each row of raw `logits [n, V] float32`, which may be changed in place."""
+        return self.begin(logits).result()
+
+    @property
+    def reads_logits_late(self) -> bool:
+        """True if the result needs more of the device than the ids and what belongs to them."""
+        return bool(self._topped)
+
+    def begin(self, logits: torch.Tensor) -> Choosing:
+        """As `run`, but the choice need not be read back yet; one at a time.
 
         All is worked out where the logits are, and what it came to is read back at once.
         """
@@ -125,7 +186,7 @@ class SamplingPlan:
         logits = self._calibration(logits)
         best = None if self._best is None else self._best(logits)
         if best is not None and self._all_plain:
-            return self._finished(best, {}, None)
+            return self._choosing(best, {}, None)
         peaks = logits.amax(-1)
         failed: dict[int, str] = {}
         self._edit(logits, failed)
@@ -141,11 +202,14 @@ class SamplingPlan:
         columns = torch.stack((chosen.double(), picked.double(), peaks.double()))
         if best is not None:  # a row that wishes nothing has the same bits whatever its neighbours wish
             columns = torch.where(self._plain, best.double(), columns)
-        return self._finished(columns, failed, logprobs)
+        return self._choosing(columns, failed, logprobs)
 
-    def _finished(self, columns: torch.Tensor, failed: dict[int, str], logprobs: torch.Tensor | None) -> Choice:
-        """The choice of ids, their logprobs and the largest scores of all rows, `[3, n]`, with one read-back."""
-        read = columns.tolist()
+    def _choosing(self, columns: torch.Tensor, failed: dict[int, str], logprobs: torch.Tensor | None) -> Choosing:
+        self._back.begin(columns)
+        return Choosing(columns, partial(self._finished, failed=failed, logprobs=logprobs), self._back)
+
+    def _finished(self, read: list[list[float]], failed: dict[int, str], logprobs: torch.Tensor | None) -> Choice:
+        """The choice of ids, their logprobs and the largest scores of all rows."""
         ids, own = [int(number) if math.isfinite(number) else 0 for number in read[0]], read[1]
         for row, (logprob, peak) in enumerate(zip(own, read[2], strict=True)):
             if not (math.isfinite(peak) and math.isfinite(logprob)):

@@ -107,6 +107,16 @@ def test_rows_reach_the_recorded_step_and_padding_writes_nowhere() -> None:
     assert padding[:4].tolist() == [0, -1, 0, 0]
 
 
+def test_tokens_that_only_the_device_knows_replace_the_inputs_own_and_stay_within_the_vocabulary() -> None:
+    graphs = graphs_of((4,))
+    graphs.record_first()
+    inputs = decode_inputs([5, 17, 30, 2], torch.ones(4, 2, dtype=torch.int32))
+    logits = graphs.run(inputs, torch.tensor([3.0, 0.0, float("nan"), 1e9]))
+    assert logits is not None
+    assert logits[:, 0].tolist() == [3, 0, 0, VOCAB - 1]
+    assert logits[:, 1].tolist() == inputs.slots.tolist()
+
+
 def test_fewer_rows_after_more_leave_no_row_behind() -> None:
     graphs = graphs_of((4,))
     graphs.record_first()

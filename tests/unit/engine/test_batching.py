@@ -17,12 +17,14 @@ LONG = "one two the stop is Par " * 20
 PROMPTS = ["Hello world", "the stop is", LONG, "é😀x"]
 
 
-@pytest.fixture(params=[False, True], ids=["as asked", "a step ahead"])
+@pytest.fixture(params=["as asked", "a step ahead", "tokens unread"])
 def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Driver:
-    made = Driver(ScriptedAdapter.in_folder(tmp_path))
+    adapter = ScriptedAdapter.in_folder(tmp_path)
+    adapter.takes_unread = request.param == "tokens unread"
+    made = Driver(adapter)
     runner = made.engine._runner
     assert runner is not None
-    runner._runs_ahead = request.param  # as on a GPU
+    runner._runs_ahead = request.param != "as asked"  # as on a GPU
     return made
 
 
@@ -322,6 +324,46 @@ def test_a_step_ahead_is_used_once_by_its_own_batch_and_claimed_by_nobody(tmp_pa
     assert ahead_of(runner) is None, "another call came: its logits are of no use any more"
     driver.finish(batch)
     expect_greedy(driver, first)
+
+
+def test_who_goes_on_when_another_ends_has_the_step_that_was_launched_for_both(tmp_path: Path) -> None:
+    adapter = ScriptedAdapter.in_folder(tmp_path)
+    adapter.takes_unread = True
+    adapter.say("Hello world", "one two")
+    driver = Driver(adapter)
+    runner = driver.engine._runner
+    assert runner is not None
+    runner._runs_ahead = True
+    ends, goes_on = driver.request("Hello world", 40), driver.request("the stop is", 12)
+    batch = driver.prefill(0, ends, goes_on).batch
+    assert batch is not None
+    while batch.size == 2:
+        batch = driver.decode(batch.id).batch
+        assert batch is not None
+    assert driver.results[ends.id].final.finish_reason == FinishReason.EOS_TOKEN
+    assert adapter.steps[-1].counts == [1, 1], "launched before anybody knew that one of them ends"
+    steps = len(adapter.steps)
+    batch = driver.decode(batch.id).batch
+    assert [step.counts for step in adapter.steps[steps:]] == [[1]], "only the step after it: its own was there"
+    driver.finish(batch)
+    expect_greedy(driver, goes_on)
+
+
+def test_no_step_is_launched_for_a_token_without_a_place(tmp_path: Path) -> None:
+    adapter = ScriptedAdapter.in_folder(tmp_path)
+    adapter.takes_unread = True
+    driver = Driver(adapter)
+    runner = driver.engine._runner
+    assert runner is not None
+    runner._runs_ahead = True
+    request = driver.request("Hello world", 3)
+    batch = driver.prefill(0, request).batch
+    while batch is not None:
+        batch = driver.decode(batch.id).batch
+    assert [step.counts for step in adapter.steps[-2:]] == [[1], [1]]
+    written = [slot for step in adapter.steps for slot in step.slots]
+    assert len(set(written)) == len(written), "each token once"
+    expect_greedy(driver, request)
 
 
 def test_what_is_prepared_in_between_drops_the_step_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

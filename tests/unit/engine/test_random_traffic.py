@@ -101,9 +101,15 @@ class Traffic:
         self.rng.shuffle(self.driver.free)
 
 
+@pytest.mark.parametrize("ahead", ["as asked", "a step ahead", "tokens unread"])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_calls_give_every_request_its_text_and_leak_nothing(tmp_path: Path, seed: int) -> None:
-    driver = Driver(ScriptedAdapter.in_folder(tmp_path))
+def test_random_calls_give_every_request_its_text_and_leak_nothing(tmp_path: Path, seed: int, ahead: str) -> None:
+    adapter = ScriptedAdapter.in_folder(tmp_path)
+    adapter.takes_unread = ahead == "tokens unread"
+    driver = Driver(adapter)
+    runner = driver.engine._runner
+    assert runner is not None
+    runner._runs_ahead = ahead != "as asked"
     traffic = Traffic(driver, seed)
     for _ in range(200):
         traffic.step()
