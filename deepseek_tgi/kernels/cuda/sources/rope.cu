@@ -1,5 +1,6 @@
 // Rotary embedding in place, element i of a head with element i + half, in float32. One block a token; heads of q, then
-// of k. BF16 says what both hold.
+// of k. BF16 says what both hold. Each operation rounds, as where rotation is part of another kernel: cached bytes depend
+// on it.
 #include "device.cuh"
 
 DEVICE float read(const void* x, i64 at) { return BF16 ? bf16_float(((const u16*)x)[at]) : ((const float*)x)[at]; }
@@ -23,8 +24,8 @@ extern "C" __global__ void __launch_bounds__(256)
     void* x = query ? q : k;
     i64 place = query ? token * q_stride + (i64)head * q_dim + at : token * k_stride + (i64)(head - q_heads) * k_dim + at;
     float cosine = turn[at], sine = turn[half + at], first = read(x, place), second = read(x, place + half);
-    write(x, place, first * cosine - second * sine);
-    write(x, place + half, second * cosine + first * sine);
+    write(x, place, minus(times(first, cosine), times(second, sine)));
+    write(x, place + half, plus(times(second, cosine), times(first, sine)));
   }
   let_next_start();
 }
