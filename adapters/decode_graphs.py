@@ -21,6 +21,7 @@ import torch
 
 from deepseek_tgi.adapters.staging import PinnedRing
 from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.best_token import token_ids_on
 
 FIRST_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Recorded before a model is ready: twice as many rows as needed at worst, until the others are there."""
@@ -118,6 +119,7 @@ class DecodeGraphs:
         self._spec = spec
         self._step = step
         self._capture = capture
+        self._take_ids = token_ids_on(device)
         self._left = _in_order(spec.buckets)
         self._replays: dict[int, Replay] = {}
         self._rows = _Rows(spec.largest, device)
@@ -165,9 +167,7 @@ class DecodeGraphs:
         self._place_tables(inputs.block_tables)
         self._rows.place(inputs, size)
         if token_ids is not None:
-            ids = self._rows.ids[:count]
-            ids.copy_(token_ids)
-            ids.clamp_(0, self._spec.vocab_size - 1)  # no kernel looks whether an embedding is there
+            self._take_ids(token_ids, self._rows.ids[:count], self._spec.vocab_size)
         self._replays[size]()
         return self._logits[:count]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 
 import torch
 
@@ -63,6 +64,7 @@ class GpuSteps:
         self._pool: KVPool | None = None
         self._graphs: DecodeGraphs | None = None
         self._parked: ParkedWeights | None = None
+        self._chosen = threading.local()
 
     def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
         """Logits on the device; those of a replayed step are overwritten by the next one."""
@@ -149,5 +151,6 @@ class GpuSteps:
 
     def _choose_device(self) -> None:
         """A thread begins on the first GPU."""
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not hasattr(self._chosen, "device"):
             torch.cuda.set_device(self._device)
+            self._chosen.device = self._device

@@ -36,6 +36,7 @@ class PinnedRing:
     """Host memory that copies to `device` start from, in turns. For one calling thread."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._on_gpu = device.type == "cuda"
         self._memory: list[torch.Tensor | None] = [None] * STRETCHES
         self._copied: list[Event | None] = [None] * STRETCHES
@@ -55,7 +56,7 @@ class PinnedRing:
         yield memory[:num_bytes]
         if self._on_gpu:
             if copied is None:
-                copied = self._copied[index] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied = self._copied[index] = torch.Event(self._device)  # records without asking Python for the stream
             copied.record()
 
 
@@ -78,7 +79,8 @@ class InputStage:
         for name, tensor in zip(FIELDS, tensors, strict=True):
             moved[name] = packed[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             at += tensor.nbytes
-        return replace(inputs, **moved)
+        lengths = inputs.cu_seqlens.tolist(), inputs.cache_lens.tolist()
+        return replace(inputs, **moved, host_lengths=lengths)
 
 
 def _pack(host: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

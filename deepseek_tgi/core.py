@@ -11,6 +11,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 HEALTH_REQUEST_ID = 2**64 - 1
@@ -163,7 +165,8 @@ class ForwardInputs:
     whose logits are wanted, ascending).
     All in host memory when a model is handed them, all on its device when its kernels are. `max_seqlen` is the largest
     token count of one request in this step, `max_context` the largest context after the write: plain ints, so that no
-    kernel asks the device for them.
+    kernel asks the device for them. `host_lengths` are `cu_seqlens` and `cache_lens` as lists, where the tensors lie on
+    a device and somebody knows them; nobody does in a step that is recorded.
     """
 
     input_ids: torch.Tensor
@@ -175,3 +178,4 @@ class ForwardInputs:
     logit_rows: torch.Tensor
     max_seqlen: int
     max_context: int
+    host_lengths: tuple[Sequence[int], Sequence[int]] | None = None

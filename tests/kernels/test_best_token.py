@@ -10,8 +10,8 @@ import torch
 from emulation.emulated import EmulatedPrograms
 
 from deepseek_tgi.errors import GenerationError
-from deepseek_tgi.kernels.best_token import BestToken, best_token_on
-from deepseek_tgi.kernels.best_token.cuda import CHUNK, BestTokenOp
+from deepseek_tgi.kernels.best_token import BestToken, best_token_on, token_ids_on
+from deepseek_tgi.kernels.best_token.cuda import CHUNK, BestTokenOp, TokenIdsOp
 from deepseek_tgi.kernels.best_token.reference import best_token
 
 WIDTHS = (1, 31, 256, 1000, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17)
@@ -105,3 +105,18 @@ def test_misfits_are_refused(op: BestToken) -> None:
 
 def test_a_cpu_keeps_torchs_operators() -> None:
     assert best_token_on(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("which", ["reference", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ids_for_the_next_step_are_in_range(which: str, dtype: torch.dtype) -> None:
+    device = torch.device("cuda" if which == "gpu" else "cpu")
+    op = TokenIdsOp(EmulatedPrograms()) if which == "emulated" else token_ids_on(device)
+    values = torch.tensor([0.0, 7.0, 99.0, 100.0, -3.0, NAN, INFINITY, -INFINITY] + [5.0] * 300, dtype=dtype)
+    out = torch.full((308,), -1, dtype=torch.int64, device=device)
+    op(values.to(device), out, 100)
+    assert out[:8].tolist() == [0, 7, 99, 99, 0, 0, 99, 0]
+    assert out[8:].eq(5).all()
+    large = torch.tensor([(1 << 24) - 1], dtype=dtype, device=device)
+    op(large, out[:1], 1 << 24)
+    assert int(out[0]) == (1 << 24) - 1

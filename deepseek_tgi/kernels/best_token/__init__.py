@@ -14,7 +14,7 @@ from deepseek_tgi.kernels.common import describe, refuse
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MAX_VOCAB", "BestToken", "best_token_on", "check_best_token"]
+__all__ = ["MAX_VOCAB", "BestToken", "TokenIds", "best_token_on", "check_best_token", "token_ids_on"]
 
 MAX_VOCAB = 1 << 24
 
@@ -23,6 +23,15 @@ class BestToken(Protocol):
     """See the module's docstring."""
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor: ...
+
+
+class TokenIds(Protocol):
+    """Writes `values [n]`, whole numbers of a float type, to `out [n] int64`, those out of range as the nearest in it.
+
+    Ids are 0 to `limit` - 1; what is no number becomes 0.
+    """
+
+    def __call__(self, values: torch.Tensor, out: torch.Tensor, limit: int) -> None: ...
 
 
 def check_best_token(logits: torch.Tensor) -> None:
@@ -46,3 +55,19 @@ def best_token_on(device: torch.device) -> BestToken | None:
         return BestTokenOp(machine_of(device).programs)
     except BuildError:
         return None
+
+
+def token_ids_on(device: torch.device) -> TokenIds:
+    """The op of a device: one launch on a GPU."""
+    from deepseek_tgi.kernels.best_token.reference import token_ids
+
+    if device.type == "cuda":
+        from deepseek_tgi.kernels.best_token.cuda import TokenIdsOp
+        from deepseek_tgi.kernels.compiler import BuildError
+        from deepseek_tgi.kernels.cuda.machine import machine_of
+
+        try:
+            return TokenIdsOp(machine_of(device).programs)
+        except BuildError:
+            return token_ids
+    return token_ids

@@ -1,4 +1,4 @@
-"""The likeliest token in CUDA C++: chunks of a row side by side, joined in a fixed order."""
+"""The likeliest token in CUDA C++: chunks of a row side by side, joined in a fixed order; and ids for the next step."""
 
 from __future__ import annotations
 
@@ -29,3 +29,20 @@ class BestTokenOp:
             self._in_chunk((chunks, rows, 1), THREADS, (logits, logits.stride(0), width, parts))
             self._of_chunks((rows, 1, 1), THREADS, (parts, chunks, rows, out), overlap=True)
         return out
+
+
+class TokenIdsOp:
+    """`op(values [n] f32 or f64, out [n] i64, limit)`: chosen ids as a step wants them, none of them out of range."""
+
+    def __init__(self, programs: Programs) -> None:
+        self._kernel = programs.kernel(spec("best_token", "token_ids", "pipii", CHUNK=CHUNK, THREADS=THREADS))
+
+    def __call__(self, values: torch.Tensor, out: torch.Tensor, limit: int) -> None:
+        """See the class."""
+        count = out.shape[0]
+        assert values.shape == out.shape, "an id a row"
+        assert values.is_contiguous(), "one behind the other"
+        assert out.is_contiguous(), "one behind the other"
+        assert values.dtype in (torch.float32, torch.float64), "whole numbers of these types"
+        grid = (-(-count // THREADS), 1, 1)
+        self._kernel(grid, THREADS, (values, int(values.dtype == torch.float64), out, count, limit), overlap=True)

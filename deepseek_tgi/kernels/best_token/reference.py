@@ -13,3 +13,8 @@ def best_token(logits: torch.Tensor) -> torch.Tensor:
     best = logits.max(-1)
     logprobs = logits.log_softmax(-1).gather(1, best.indices.unsqueeze(1)).squeeze(1)
     return torch.stack((best.indices.float(), logprobs, best.values))
+
+
+def token_ids(values: torch.Tensor, out: torch.Tensor, limit: int) -> None:
+    """See `TokenIds`."""
+    out.copy_(values.nan_to_num(0.0).clamp(0, limit - 1))

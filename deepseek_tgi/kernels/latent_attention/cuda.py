@@ -131,7 +131,7 @@ class CudaLatentAttention:
         out: torch.Tensor,
         form: str,
     ) -> None:
-        starts, cached = inputs.cu_seqlens.tolist(), inputs.cache_lens.tolist()
+        starts, cached = inputs.host_lengths or (inputs.cu_seqlens.tolist(), inputs.cache_lens.tolist())
         rows: list[tuple[int, int, int]] = []  # row of q, request, position
         for b in range(len(cached)):
             first, stop = starts[b], starts[b + 1]

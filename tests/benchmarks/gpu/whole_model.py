@@ -3,7 +3,8 @@
     python -m tests.benchmarks.gpu.whole_model [--models llama qwen lite] [--cache bfloat16 int8 int4] [--json FILE]
 
 A bare step is `ModelAdapter.step`: inputs on the host, logits on the device. `device` is its time by the GPU's own
-clock over many steps launched one behind the other, `wall` that of steps whose arg-max is read back, as serving must.
+clock over many steps launched one behind the other, `wall` that of steps whose tokens are chosen and read back, as
+serving must.
 Tokens a second are wall figures. Floors are bytes over the read bandwidth measured first. Weights are random, pages
 hold random codes.
 """
@@ -25,9 +26,11 @@ from typing import Any
 import torch
 
 from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter
-from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.core import ForwardInputs, SamplingParams
 from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.kv.pool import KVPool
+from deepseek_tgi.logits.pipeline import SamplingPlan, identity, sampling_state
+from deepseek_tgi.logits.watermark import Watermark
 from tests.benchmarks.gpu.floors import TARGETS_TOKENS_PER_S, step_bytes
 from tests.benchmarks.gpu.random_model import LLAMA_8B, QWEN_7B, V2_LITE, RandomBackend, Shape, write_folder
 from tests.benchmarks.measure import circumstances
@@ -126,9 +129,10 @@ def decode_row(run: Run, batch: int, context: int, bandwidth: float) -> dict[str
     run.adapter.open_pool(pool, batch, MAX_TOKENS)
     finite = bool(run.adapter.step(inputs, pool).isfinite().all())
 
+    greedy = SamplingPlan([sampling_state(SamplingParams(), [0])] * batch, Watermark(), identity)
+
     def read_back() -> list[int]:
-        found: list[int] = run.adapter.step(inputs, pool).argmax(-1).tolist()
-        return found
+        return greedy.run(run.adapter.step(inputs, pool)).ids
 
     first = _wall_seconds(read_back, 2)
     steps, repeats = max(2, min(STEPS, int(SAMPLE_S / first))), REPEATS if first < SAMPLE_S else 1

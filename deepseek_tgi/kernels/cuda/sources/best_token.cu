@@ -2,6 +2,8 @@
 // `best_in_chunk`: one block of THREADS looks at CHUNK logits of one row and leaves (largest, place, sum of exponents
 // relative to it) in `parts [rows, chunks, 3]`. `best_of_chunks`: one block a row joins them in a fixed order, so a row's
 // bits depend on itself alone. Of equal logits the first is taken; a NaN anywhere makes the row's largest NaN.
+// `token_ids`: whole numbers of a float type become ids of at least 0 and less than `limit`, one a thread; with `wide` they
+// are doubles.
 #include "device.cuh"
 
 struct Best {
@@ -98,3 +100,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   let_next_start();
 }
 EXPORT(best_of_chunks)
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    token_ids(const void* __restrict__ values, int wide, i64* __restrict__ ids, int count, int limit) {
+  wait_for_earlier();
+  const int i = blockIdx.x * THREADS + threadIdx.x;
+  if (i < count) {
+    const double value = wide ? ((const double*)values)[i] : (double)((const float*)values)[i];
+    ids[i] = value >= 0.0 ? (value < (double)limit ? (i64)value : limit - 1) : 0;  // NaN is no number from 0 on
+  }
+  let_next_start();
+}
+EXPORT(token_ids)
