@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import get_ident
 
 import torch
 
