@@ -8,7 +8,7 @@ import torch
 from deepseek_tgi.kernels.common import ComputeDtype
 from deepseek_tgi.kernels.cuda.nvrtc import arch_of, compile_all
 from deepseek_tgi.kernels.cuda.program import KernelSpec
-from deepseek_tgi.kernels.int4_linear import cuda, layout, tune
+from deepseek_tgi.kernels.int4_linear import cuda, dequantised, layout, tune
 from deepseek_tgi.kernels.int4_linear.choice import Chooser, runs, tables_for
 from deepseek_tgi.kernels.select import select_kernels
 
@@ -92,6 +92,23 @@ def test_candidates_against_float64(ops: cuda.Int4Ops) -> None:
             out = torch.full((m, size[0]), float("nan"), dtype=torch.bfloat16, device="cuda")
             tune.call(ops.machine, choice, x, case.packed, out)
             assert off(out, product) < 4e-3, (m, choice)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_dequantised_products_with_what_is_added(ops: cuda.Int4Ops, dtype: torch.dtype) -> None:
+    case, rows = Case(1000, 1344, 64), 1500
+    x, bias = torch.randn(rows, 1344, device="cuda").bfloat16(), torch.randn(1000, device="cuda")
+    product = x.double() @ case.weight.t()
+    for added in ((None, False), (bias, False), (None, True), (bias, True)):
+        for in_place in (False, True) if added[1] and dtype == torch.float32 else (False,):
+            residual = torch.randn(rows, 1000, device="cuda") if added[1] else None
+            expected = product + sum(0 if t is None else t.double() for t in (added[0], residual))
+            out = torch.full((rows, 1000), float("nan"), dtype=dtype, device="cuda")
+            if in_place:
+                assert residual is not None
+                out = residual
+            dequantised.write(ops.machine.programs, x, case.packed, out, bias=added[0], residual=residual)
+            assert off(out, expected) < 4e-3, (added[0] is None, added[1], in_place)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

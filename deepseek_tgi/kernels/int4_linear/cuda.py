@@ -96,11 +96,14 @@ class Int4Ops:
                 narrow = in_vectors(x.to(torch.bfloat16))
                 panel.launch(self.machine, choice, narrow, w, y, bias=bias, residual=residual)
                 return y
-        return finish(self._product(x, w, y.dtype == torch.float32), bias, residual, y)
+            if choice is None:
+                dequantised.write(self.machine.programs, x.to(torch.bfloat16), w, y, bias=bias, residual=residual)
+                return y
+        return finish_linear(self._wide_product(x, w), bias, residual, y)
 
-    def _product(self, x: torch.Tensor, w: PackedInt4, wide: bool) -> torch.Tensor:
+    def _wide_product(self, x: torch.Tensor, w: PackedInt4) -> torch.Tensor:
         if isinstance(w, CudaInt4):
-            return dequantised.multiply(self.machine.programs, x.to(torch.bfloat16), w, wide)
+            return dequantised.multiply(self.machine.programs, x.to(torch.bfloat16), w)
         assert isinstance(w, NibbleInt4)
         weight = w.dequantise().to(torch.bfloat16)
         return wide_product(x.to(torch.bfloat16), weight)
@@ -111,16 +114,6 @@ def in_vectors(x: torch.Tensor) -> torch.Tensor:
     aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     # A clone: a single row is contiguous wherever it begins.
     return x if x.stride(1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
-
-
-def finish(
-    y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor
-) -> torch.Tensor:
-    """Add what is to be added to a product, in float32, into `out`."""
-    if bias is None and residual is None:
-        out.copy_(y)
-        return out
-    return finish_linear(y.float(), bias, residual, out)
 
 
 def check_operands(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from deepseek_tgi.kernels.common import finish_linear
 from deepseek_tgi.kernels.cuda.program import KernelSpec, Programs, spec
 from deepseek_tgi.kernels.int4_linear.layout import CHUNK, CudaInt4
 from deepseek_tgi.kernels.wide_product import wide_product
@@ -42,7 +43,29 @@ def dequantise_spec(group: int, scale_kind: int, out_bf16: bool) -> KernelSpec:
     )
 
 
-def multiply(programs: Programs, x: torch.Tensor, w: CudaInt4, wide: bool) -> torch.Tensor:
-    """`x [M, K]` times the weight in x's precision; the sum is rounded to it unless `wide` wants float32."""
+def multiply(programs: Programs, x: torch.Tensor, w: CudaInt4) -> torch.Tensor:
+    """`x [M, K]` times the weight in x's precision, float32."""
+    return wide_product(x, dequantise(programs, w, x.dtype))
+
+
+def write(
+    programs: Programs,
+    x: torch.Tensor,
+    w: CudaInt4,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """`out = x w^T + bias + residual`; what torch's product can add and round as it writes takes no pass of its own."""
     weight = dequantise(programs, w, x.dtype)
-    return wide_product(x, weight) if wide else torch.nn.functional.linear(x, weight)
+    if bias is not None or not x.is_cuda or out.dtype not in (x.dtype, torch.float32):
+        finish_linear(wide_product(x, weight), bias, residual, out)
+    elif residual is None and out.dtype == x.dtype:
+        torch.mm(x, weight.t(), out=out)
+    elif residual is None:
+        torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    elif residual.dtype == out.dtype == torch.float32:
+        torch.addmm(residual, x, weight.t(), out_dtype=torch.float32, out=out)
+    else:
+        finish_linear(wide_product(x, weight), bias, residual, out)

@@ -137,7 +137,7 @@ def measured(ops: Int4Ops, name: str, all_rows: Sequence[int], ceilings: dict[st
                 m,
                 graph_us([partial(ops.int4_linear, x, w, out=out) for w in copies[:calls]]),
                 floor,
-                graph_us([partial(dequantise_first, ops.machine, x, w) for w in copies[: min(calls, 4)]], 5),
+                graph_us([partial(dequantise_first, ops.machine, x, w, out) for w in copies[: min(calls, 4)]], 5),
                 cublas,
                 graph_us([partial(theirs, x)] * 4, 5) if theirs is not None and m <= 64 else None,
                 peer,
@@ -168,9 +168,9 @@ def target_us(name: str, rows: int, cublas_us: float, peer_us: float | None) -> 
     return cublas_us if rows <= 256 else cublas_us * 1.1
 
 
-def dequantise_first(machine: Machine, x: torch.Tensor, w: CudaInt4) -> torch.Tensor:
+def dequantise_first(machine: Machine, x: torch.Tensor, w: CudaInt4, out: torch.Tensor) -> None:
     """The simplest way, which no kernel may be slower than."""
-    return dequantised.multiply(machine.programs, x, w, False)
+    dequantised.write(machine.programs, x, w, out)
 
 
 def torch_int4(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
