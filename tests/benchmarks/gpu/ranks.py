@@ -67,10 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if found is None:
                 return 1
             rows.setdefault(name, {})[world] = found
-    for name, by_world in rows.items():
-        show(name, by_world)
-    if args.out is not None:
-        args.out.write_text(json.dumps({"circumstances": circumstances(), "models": rows}, indent=1))
+            show(name, world, rows[name])
+            if args.out is not None:
+                args.out.write_text(json.dumps({"circumstances": circumstances(), "models": rows}, indent=1))
     return 0
 
 
@@ -170,18 +169,15 @@ def timed(work: Callable[[], object], steps: int) -> dict[str, float]:
     return {"seconds": statistics.median(found), "least_s": min(found), "most_s": max(found)}
 
 
-def show(name: str, by_world: dict[int, Any]) -> None:
-    """A line for each row, with what more ranks bring."""
-    print(f"\n{MODELS[name].name}")
+def show(name: str, world: int, by_world: dict[int, Any]) -> None:
+    """A line for each row of `world` ranks, with what they bring over one."""
     alone = {_key(row): row["seconds"] for row in by_world.get(1, ())}
-    for world, rows in by_world.items():
-        for row in rows:
-            gain = f", {alone[_key(row)] / row['seconds']:.2f} times as fast as one" if _key(row) in alone else ""
-            of = " ".join(f"{key} {row[key]}" for key in ("batch", "context", "tokens") if key in row)
-            spread = f"{row['least_s'] * 1e3:.3f}-{row['most_s'] * 1e3:.3f}"
-            print(
-                f"  {world} GPU{'s' * (world > 1)}: {row['what']} {of}: {row['seconds'] * 1e3:.3f} ms ({spread}){gain}"
-            )
+    print(f"{MODELS[name].name} on {world} GPU{'s' * (world > 1)}")
+    for row in by_world[world]:
+        gain = f", {alone[_key(row)] / row['seconds']:.2f} times as fast as one" if _key(row) in alone else ""
+        of = " ".join(f"{key} {row[key]}" for key in ("batch", "context", "tokens") if key in row)
+        spread = f"{row['least_s'] * 1e3:.3f}-{row['most_s'] * 1e3:.3f}"
+        print(f"  {row['what']} {of}: {row['seconds'] * 1e3:.3f} ms ({spread}){gain}", flush=True)
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
