@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from deepseek_tgi.kernels.select import KernelSet
 
 _SIGNATURE = "plii" + "plpl" + "pf" + "ppp" + "pppl"
-_THREADS = 128
+_MOST_THREADS = 544
 
 
 def provide(kernels: KernelSet) -> KernelSet:
@@ -74,8 +74,8 @@ class CudaLatentWrite:
             return
         weight, eps = norm or (None, 0.0)
         positions, table = turn or (None, None)
-        threads = 32 if q is None else _THREADS
         row, heads, width = (0, 0, 0) if q is None else (q.stride(0), q.shape[1], q.shape[2])
+        threads = min(32 + -(-heads * pages.rope_dim // 64) * 32, _MOST_THREADS)  # a pair each of the queries' elements
         self.programs.kernel(_spec(pages, latent.dtype, threads, norm is not None))(
             (latent.shape[0], 1, 1), threads,
             (
@@ -105,18 +105,37 @@ class CudaLatentPrepare:
         cos_sin: torch.Tensor,
     ) -> None:
         """See the contract."""
-        fits = writes(pages) and cos_sin.shape[1] == pages.rope_dim and q.dtype == latent.dtype == rope.dtype
-        if not (fits and dense(latent) and dense(rope)):
+        if not fits(q, latent, rope, pages, cos_sin):
             self.apart(q, latent, rope, pages, inputs, norm_weight=norm_weight, eps=eps, cos_sin=cos_sin)
             return
-        check_rms_norm(latent, norm_weight, latent, dtypes=ACTIVATIONS)
-        check_rope(q, rope.unsqueeze(1), inputs.positions, cos_sin, dtypes=ACTIVATIONS)
-        check_latent_write(pages, latent, rope, inputs.slots, dtypes=ACTIVATIONS)
-        if not norm_weight.is_contiguous():
-            refuse(f"latent_prepare: {describe('norm_weight', norm_weight)} is to be contiguous")
+        check_prepare(q, latent, rope, pages, inputs, norm_weight=norm_weight, cos_sin=cos_sin)
         self.write.launch(
             q, latent, rope, pages, inputs.slots, norm=(norm_weight, eps), turn=(inputs.positions, cos_sin)
         )
+
+
+def fits(q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, pages: LatentPages, cos_sin: torch.Tensor) -> bool:
+    """Whether the kernel knows such operands."""
+    known = writes(pages) and cos_sin.shape[1] == pages.rope_dim and q.dtype == latent.dtype == rope.dtype
+    return known and dense(latent) and dense(rope)
+
+
+def check_prepare(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    pages: LatentPages,
+    inputs: ForwardInputs,
+    *,
+    norm_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+) -> None:
+    """Raise `GenerationError` for operands that do not go together."""
+    check_rms_norm(latent, norm_weight, latent, dtypes=ACTIVATIONS)
+    check_rope(q, rope.unsqueeze(1), inputs.positions, cos_sin, dtypes=ACTIVATIONS)
+    check_latent_write(pages, latent, rope, inputs.slots, dtypes=ACTIVATIONS)
+    if not norm_weight.is_contiguous():
+        refuse(f"latent_prepare: {describe('norm_weight', norm_weight)} is to be contiguous")
 
 
 def dense(x: torch.Tensor) -> bool:

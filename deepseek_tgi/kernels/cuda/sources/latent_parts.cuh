@@ -34,7 +34,8 @@ DEVICE int pieces_before(const int* cache_lens, int request) {
 }
 
 // `blocks` runs of `total` pieces, the first `longer` of them one longer than the `base` of the others; run i begins at
-// start_of(cut, i). None is shorter than `least`, unless all are one.
+// start_of(cut, i). None is shorter than `least`, unless all are one, or few requests have short contexts: then more
+// blocks are the shorter way, of 32 positions or more.
 struct Cut {
   int total, blocks, base, longer;
 };
@@ -46,7 +47,8 @@ DEVICE int owner_of(const Cut& cut, int piece) {
   return piece < in_longer ? piece / (cut.base + 1) : cut.longer + (piece - in_longer) / cut.base;
 }
 DEVICE Cut make_cut(const int* cache_lens, int batch, int blocks, int least) {
-  const int total = pieces_before(cache_lens, batch), used = max_of(1, min_of(blocks, total / least));
+  const int total = pieces_before(cache_lens, batch), some = TOKENS > 32 || batch > 4 ? 1 : batch == 1 ? 32 : 16 * batch;
+  const int used = max_of(1, min_of(blocks, max_of(total / least, min_of(total * TOKENS / 32, some))));
   return {total, used, total / used, total % used};
 }
 
