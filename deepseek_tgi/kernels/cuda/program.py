@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ class Programs(Protocol):
     def kernel(self, spec: KernelSpec) -> Kernel: ...
 
 
+@functools.lru_cache(maxsize=4096)  # asked for at every launch
 def spec(source: str, name: str, signature: str, shared_bytes: int = 0, **defines: int) -> KernelSpec:
     """A `KernelSpec` with its macros as keywords."""
     return KernelSpec(source, name, signature, tuple(sorted(defines.items())), shared_bytes)
