@@ -9,6 +9,7 @@ from compiled.kernels import HOPPER, MATRIX_BF16, WARPGROUP_MATRIX, WARPGROUP_WA
 from deepseek_tgi.kernels.int4_linear import dequantised
 from deepseek_tgi.kernels.int4_linear.panel import PanelShape, panel_spec
 from deepseek_tgi.kernels.int4_linear.stream import StreamCall, StreamShape, stream_spec
+from deepseek_tgi.kernels.int4_linear.wide import WideShape, wide_spec
 
 CALL = StreamCall(group=128, scale_kind=1, x_bf16=True, out_bf16=True)
 MUST = (WIDE_COPY, MATRIX_BF16, r"LDSM\.16\.M88\.4")
@@ -19,6 +20,13 @@ def panel(tokens: int, warpgroups: int, stages: int, registers: int) -> CudaKern
     spec = panel_spec(PanelShape(tokens, warpgroups, stages), group=128, scale_kind=1, out_bf16=True)
     must = (WIDE_COPY, WARPGROUP_MATRIX, r"HFMA2\.BF16.*")
     return CudaKernel(spec, registers, must, archs=(HOPPER,), at_most=((WARPGROUP_WAIT, 5),))
+
+
+def wide(tokens: int, warpgroups: int, stages: int, cluster: int, registers: int) -> CudaKernel:
+    """The kernel for many rows that the copy engine feeds: a wait for each of two steps, and one behind them."""
+    spec = wide_spec(WideShape(tokens, warpgroups, stages, cluster), group=128, scale_kind=1, out_bf16=True)
+    must = (WARPGROUP_MATRIX, r"UTMALDG\.2D", r"UTMALDG\.3D", r"USETMAXREG.*", r"HFMA2\.BF16.*")
+    return CudaKernel(spec, registers, must, archs=(HOPPER,), at_most=((WARPGROUP_WAIT, 3),))
 
 
 CUDA = [
@@ -42,4 +50,6 @@ CUDA = [
     ),
     panel(tokens=64, warpgroups=2, stages=6, registers=128),
     panel(tokens=256, warpgroups=2, stages=4, registers=224),
+    wide(tokens=128, warpgroups=3, stages=6, cluster=2, registers=128),
+    wide(tokens=256, warpgroups=2, stages=5, cluster=1, registers=168),
 ]  # fmt: skip

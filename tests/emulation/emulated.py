@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from deepseek_tgi.kernels.compiler import find_compiler
-from deepseek_tgi.kernels.cuda.program import SOURCE_FOLDER, Argument, Kernel, KernelSpec, Shape
+from deepseek_tgi.kernels.cuda.program import SOURCE_FOLDER, Argument, Kernel, KernelSpec, Shape, Tiles
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-DDEEPSEEK_TGI_EMULATED", "-ffp-contract=off")
@@ -60,6 +60,16 @@ def _kernel(spec: KernelSpec) -> EmulatedKernel:
 
 
 def _slot(kind: str, value: Argument) -> Any:
+    if isinstance(value, Tiles):
+        x, size = value.tensor, value.tensor.element_size()
+        strides = [stride * size for stride in x.stride()]
+        assert x.data_ptr() % 16 == 0
+        assert all(stride % 16 == 0 for stride in strides[:-1])
+        assert size == strides[-1]
+        assert x.dim() == len(value.box) <= 3
+        more = [1] * (3 - x.dim())
+        said = (x.data_ptr(), size, *more, *x.shape, *more, *strides, *more, *value.box)
+        return (ctypes.c_uint64 * 16)(*said)  # emulation.h's `tile_map`
     if isinstance(value, torch.Tensor):
         assert value.device.type == "cpu"
         value = value.data_ptr()

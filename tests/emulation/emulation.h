@@ -94,6 +94,7 @@ struct Block {
   std::vector<Collective> warps;
   std::vector<int> live_in_warp;
   int live = 0, at_barrier = 0, barrier_generation = 0;
+  int at_group[8] = {}, group_generation[8] = {};
   dim3 at;
   unsigned char* memory = nullptr;
   void* scheduler = nullptr;
@@ -632,6 +633,22 @@ static inline u64 matrix_lines(const void* shared, int step) {
   if ((at - emulation::block->memory) % 1024) emulation::fail("a matrix operand is not aligned to 1024 bytes");
   return u64(at - emulation::block->memory) + u64(step) * 32;
 }
+static inline u64 lines_on(u64 lines, int bytes) { return lines + u64(bytes); }
+static inline void warpgroup_sync(int which) {
+  using namespace emulation;
+  int generation = block->group_generation[which];
+  if (++block->at_group[which] == 4 * WARP) {
+    block->at_group[which] = 0;
+    block->group_generation[which]++;
+    cluster.progress++;
+  } else {
+    while (block->group_generation[which] == generation) yield();
+  }
+}
+template <int count>
+static inline void registers_fewer() {}
+template <int count>
+static inline void registers_more() {}
 static inline void warpgroup_fence() {}
 static inline void warpgroup_commit() {}
 template <int pending>

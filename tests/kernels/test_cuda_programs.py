@@ -14,9 +14,10 @@ import torch
 from emulation.emulated import EmulatedPrograms
 
 from deepseek_tgi.errors import DeviceError
+from deepseek_tgi.kernels.cuda import driver as driver_module
 from deepseek_tgi.kernels.cuda import nvrtc
 from deepseek_tgi.kernels.cuda.driver import DriverPrograms, LaunchPlace
-from deepseek_tgi.kernels.cuda.program import KernelSpec, spec
+from deepseek_tgi.kernels.cuda.program import KernelSpec, Tiles, spec
 
 SIGNATURE = "plpfpli"
 
@@ -122,3 +123,20 @@ def test_parameters_lie_where_the_driver_is_told() -> None:
     overlap = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     assert place.overlapping.attrs[0].id == overlap
     assert place.overlapping.attrs[0].value.programmaticStreamSerializationAllowed == 1
+
+
+def test_a_matrix_read_in_tiles_is_described_among_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    x, asked = torch.zeros(6, 80, dtype=torch.bfloat16)[:, 8:72], []
+
+    def describe(*wanted: object) -> bytes:
+        asked.append(wanted)
+        return bytes(range(128))
+
+    monkeypatch.setattr(driver_module, "_tile_map", describe)
+    place = LaunchPlace(spec("any", "any", "itp"), driver)
+    place.write((9, Tiles(x, (32, 64)), x))
+    addresses = (ctypes.c_uint64 * 3).from_address(place.pointers)
+    assert ctypes.string_at(addresses[1], 128) == bytes(range(128))
+    assert ctypes.c_void_p.from_address(addresses[2]).value == x.data_ptr()
+    assert asked == [(x.data_ptr(), 2, (6, 64), (80, 1), (32, 64))]

@@ -11,10 +11,11 @@ import torch
 
 from deepseek_tgi import cli
 from deepseek_tgi.errors import ConfigError
-from deepseek_tgi.kernels.int4_linear import choice, layout, stream, tune
+from deepseek_tgi.kernels.int4_linear import choice, layout, stream, tune, wide
 from deepseek_tgi.kernels.int4_linear.choice import Chooser, Table, read_table, write_table
 from deepseek_tgi.kernels.int4_linear.panel import PanelShape
 from deepseek_tgi.kernels.int4_linear.stream import StreamShape
+from deepseek_tgi.kernels.int4_linear.wide import WideShape
 
 FEW, MANY = StreamShape(split=2, depth=3, warps=4), PanelShape(tokens=64, warpgroups=1, stages=3)
 
@@ -26,7 +27,7 @@ def weight(n: int = 64, k: int = 512, group_size: int = 128) -> layout.CudaInt4:
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    weights: dict[str, dict[int, choice.Choice]] = {"64x512g128": {1: FEW, 64: MANY, 4096: None}}
+    weights: dict[str, dict[int, choice.Choice]] = {"64x512g128": {1: FEW, 64: MANY, 256: WideShape(), 4096: None}}
     write_table(tmp_path / "t.json", weights, {"gpu": "one"})
     read = read_table(tmp_path / "t.json")
     assert read is not None
@@ -106,6 +107,23 @@ def test_the_rule_finds_a_shape_for_few_rows_that_fits(size: tuple[int, int, int
     tried = stream.candidates(packed, rows, 132)
     assert all(stream.fits(shape, rows, packed, 90) for shape in tried)
     assert tried
+
+
+@pytest.mark.parametrize("rows", [129, 300, 1024], ids=lambda m: f"M{m}")
+@pytest.mark.parametrize("n", [64, 6144, 28672], ids=lambda n: f"N{n}")
+def test_the_rule_takes_panels_that_the_copy_engine_brings_for_many_rows(n: int, rows: int) -> None:
+    metas = torch.empty(n // 16, 32, 8, 2, 1, dtype=torch.int32, device="meta")
+    packed = layout.CudaInt4(torch.empty(n // 16, 64, 32, 4, device="meta"), metas, (n, 4096, 128), 1)
+    shapes = wide.default_shapes(packed, rows, 132)
+    assert all(wide.fits(shape, packed, 90) for shape in shapes)
+    assert Chooser((), 132, 90).choice(packed, rows) == shapes[0]
+    assert not isinstance(Chooser((), 132, 80).choice(packed, rows), WideShape)
+
+
+def test_no_block_of_a_cluster_is_left_without_work() -> None:
+    three_groups = weight(k=384)
+    assert wide.fits(WideShape(16, 1, 3, cluster=2), three_groups, 90)
+    assert not wide.fits(WideShape(16, 1, 3, cluster=4), three_groups, 90)
 
 
 def test_shapes_on_the_command_line() -> None:

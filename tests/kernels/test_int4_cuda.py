@@ -12,10 +12,11 @@ from oracles import kernels as oracle
 
 from deepseek_tgi.errors import GenerationError
 from deepseek_tgi.kernels.cuda.machine import Machine
-from deepseek_tgi.kernels.int4_linear import cuda, cuda_fused, dequantised, layout, panel, stream
+from deepseek_tgi.kernels.int4_linear import cuda, cuda_fused, dequantised, layout, panel, stream, wide
 from deepseek_tgi.kernels.int4_linear.choice import Chooser
 from deepseek_tgi.kernels.int4_linear.panel import PanelShape
 from deepseek_tgi.kernels.int4_linear.stream import StreamShape
+from deepseek_tgi.kernels.int4_linear.wide import WideShape
 
 MACHINE = Machine(EmulatedPrograms(), 3, 90)
 
@@ -142,9 +143,19 @@ PANELS = [
 ]
 
 
-@pytest.mark.parametrize(("size", "rows", "dtype", "shape"), PANELS, ids=str)
-def test_panel_equals_the_sum_over_rounded_weights(
-    size: tuple[int, int, int], rows: int, dtype: torch.dtype, shape: PanelShape
+WIDES = [
+    ((64, 128, 128), 16, torch.float16, WideShape(tokens=16, warpgroups=1, stages=3)),
+    ((33, 608, 32), 37, torch.float32, WideShape(tokens=32, warpgroups=1, stages=5, cluster=2)),
+    ((600, 192, 64), 70, torch.bfloat16, WideShape(tokens=64, warpgroups=2, stages=3)),
+    ((456, 512, 128), 45, torch.float16, WideShape(tokens=16, warpgroups=1, stages=4)),
+    ((64, 768, 128), 130, torch.float16, WideShape(tokens=128, warpgroups=1, stages=3, cluster=2)),
+    ((130, 384, 64), 260, torch.float16, WideShape(tokens=256, warpgroups=2, stages=4)),
+]
+
+
+@pytest.mark.parametrize(("size", "rows", "dtype", "shape"), [*PANELS, *WIDES], ids=str)
+def test_panels_equal_the_sum_over_rounded_weights(
+    size: tuple[int, int, int], rows: int, dtype: torch.dtype, shape: PanelShape | WideShape
 ) -> None:
     torch.manual_seed(rows)
     w = int4(*size, dtype)
@@ -154,7 +165,10 @@ def test_panel_equals_the_sum_over_rounded_weights(
     expected = oracle.linear(x.float().numpy(), weight, bias.numpy(), residual.numpy())
     rounded = oracle.linear(x.float().numpy(), torch.from_numpy(weight).bfloat16().double().numpy(), None, None)
     out = torch.full((rows, size[0]), float("nan"))
-    panel.launch(MACHINE, shape, x, layout.pack(*w), out, bias=bias, residual=residual)
+    if isinstance(shape, WideShape):
+        wide.launch(MACHINE, shape, x, layout.pack(*w), out, bias=bias, residual=residual)
+    else:
+        panel.launch(MACHINE, shape, x, layout.pack(*w), out, bias=bias, residual=residual)
     # A weight is rounded to bfloat16, 2**-9 of it at most; a scale enters as two bfloat16, 2**-17 of it off at most.
     most = (2**-9 + 2**-16) * (abs(x.float().numpy()) @ abs(weight).T) + sums_bound(x.float().numpy(), weight)
     assert (abs(out.numpy() - expected) <= most).all()
@@ -172,6 +186,17 @@ def test_panel_rounds_its_float32_to_bfloat16(n: int) -> None:
     panel.launch(MACHINE, shape, x, packed, wide)
     panel.launch(MACHINE, shape, x, packed, narrow)
     assert torch.equal(narrow, wide.bfloat16())
+
+
+@pytest.mark.parametrize("n", [40, 37], ids=lambda n: f"N{n}")
+def test_wide_sums_are_rounded_to_bfloat16_once(n: int) -> None:
+    torch.manual_seed(n)
+    packed, x = layout.pack(*int4(n, 128, 64)), torch.randn(17, 128).bfloat16()
+    sums, narrow = torch.full((17, n), float("nan")), torch.full((17, n), float("nan"), dtype=torch.bfloat16)
+    shape = WideShape(tokens=16, warpgroups=1, stages=3)
+    wide.launch(MACHINE, shape, x, packed, sums)
+    wide.launch(MACHINE, shape, x, packed, narrow)
+    assert torch.equal(narrow, sums.bfloat16())
 
 
 def test_norm_and_activation_before_the_product() -> None:

@@ -18,7 +18,7 @@ SIZES = [
     (28672, 4096, 128), (4096, 14336, 128), (6144, 4096, 128), (4096, 4096, 128), (4608, 3584, 128),
     (3584, 18944, 128), (2048, 2048, 128), (576, 2048, 64), (1000, 1344, 64), (130, 160, 32), (33, 96, 96), (1, 64, 64),
 ]  # fmt: skip
-ROWS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 130, 256, 300)
+ROWS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 130, 256, 300, 700)
 
 
 class Case:
@@ -82,7 +82,7 @@ def test_candidates_against_float64(ops: cuda.Int4Ops) -> None:
     size = (1000, 1344, 64)
     case = Case(*size)
     arch = arch_of(*torch.cuda.get_device_capability())
-    rows = (1, 16, 64)
+    rows = (1, 16, 64, 200)
     compile_all((each for m in rows for each in tune.specs(case.packed, m, ops.machine)), arch)
     for m in rows:
         x = torch.randn(m, size[1], device="cuda").bfloat16()

@@ -6,19 +6,49 @@ import ctypes
 import struct
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from deepseek_tgi.errors import DeviceError
 from deepseek_tgi.kernels.cuda.nvrtc import arch_of, machine_code
-from deepseek_tgi.kernels.cuda.program import Argument, Kernel, KernelSpec, Shape
+from deepseek_tgi.kernels.cuda.program import Argument, Kernel, KernelSpec, Shape, Tiles
 
 _STATIC_SHARED_LIMIT = 48 << 10
 """Dynamic shared memory beyond this must be asked for, once a function."""
 
-_FORMATS = {"p": "P", "i": "i", "l": "q", "f": "f"}
+_TILE_MAP_BYTES = 128
+_FORMATS = {"p": "P", "i": "i", "l": "q", "f": "f", "t": f"{_TILE_MAP_BYTES}s"}
 """How `struct` writes a parameter of each kind."""
+
+
+@lru_cache(maxsize=4096)
+def _tile_map(
+    address: int, itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> bytes:
+    """The driver's description of a tensor, kept since activations lie at the same few addresses."""
+    from cuda.bindings import driver
+
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    many, few = driver.cuuint64_t, driver.cuuint32_t
+    encoded = _checked(
+        driver.cuTensorMapEncodeTiled(
+            kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16 if itemsize == 2 else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT32,
+            len(shape),
+            address,
+            [many(size) for size in reversed(shape)],
+            [many(stride * itemsize) for stride in reversed(strides[:-1])],
+            [few(size) for size in reversed(box)],
+            [few(1)] * len(shape),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if itemsize == 2 else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+        "a tile map",
+    )
+    return ctypes.string_at(int(encoded.getPtr()), _TILE_MAP_BYTES)
 
 
 class DriverPrograms:
@@ -113,9 +143,12 @@ class LaunchPlace:
         self._layout.pack_into(self._memory, 0, *map(_plain, arguments))
 
 
-def _plain(value: Argument) -> int | float:
+def _plain(value: Argument) -> int | float | bytes:
     if value is None:
         return 0
+    if isinstance(value, Tiles):
+        x = value.tensor
+        return _tile_map(x.data_ptr(), x.element_size(), tuple(x.shape), x.stride(), value.box)
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
 
 

@@ -12,10 +12,24 @@ import torch
 
 SOURCE_FOLDER = Path(__file__).with_name("sources")
 
-Argument = torch.Tensor | int | float | None
 Shape = tuple[int, int, int]
 
-KINDS = frozenset("pilf")
+KINDS = frozenset("pilft")
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A tensor that the copy engine reads in boxes (sm_90): `box` counts elements along each of its axes.
+
+    The last axis is dense; strides and the start are aligned to 16 bytes. Boxes of 16-bit elements are 64 wide and come
+    to shared memory with the 16-byte parts of line i in the order `part ^ (i % 8)`; others come as they are.
+    """
+
+    tensor: torch.Tensor
+    box: tuple[int, ...]
+
+
+Argument = torch.Tensor | Tiles | int | float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +37,7 @@ class KernelSpec:
     """One compiled kernel: function `name` of `sources/<source>.cu` under the macros `defines`.
 
     `signature` has a letter for each parameter: `p` a pointer (a tensor, or None), `i` a 32-bit and `l` a 64-bit
-    integer, `f` a float. `shared_bytes` is the dynamic shared memory of every launch.
+    integer, `f` a float, `t` a `tile_map` (`Tiles`). `shared_bytes` is the dynamic shared memory of every launch.
     """
 
     source: str

@@ -20,10 +20,11 @@ import torch
 
 from deepseek_tgi.kernels.compiler import cache_folder
 from deepseek_tgi.kernels.cuda.program import SOURCE_FOLDER
-from deepseek_tgi.kernels.int4_linear import panel, stream
+from deepseek_tgi.kernels.int4_linear import panel, stream, wide
 from deepseek_tgi.kernels.int4_linear.layout import CudaInt4
 from deepseek_tgi.kernels.int4_linear.panel import PanelShape
 from deepseek_tgi.kernels.int4_linear.stream import StreamShape
+from deepseek_tgi.kernels.int4_linear.wide import WideShape
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,13 @@ _MANY_ROWS = 1024
 """What is fastest for so many is so for more."""
 SHIPPED = Path(__file__).with_name("tables")
 
-Choice = StreamShape | PanelShape | None
+Choice = StreamShape | PanelShape | WideShape | None
 """None: dequantise, then torch's product."""
-_KINDS: dict[str, type[StreamShape] | type[PanelShape]] = {"stream": StreamShape, "panel": PanelShape}
+_KINDS: dict[str, type[StreamShape] | type[PanelShape] | type[WideShape]] = {
+    "stream": StreamShape,
+    "panel": PanelShape,
+    "wide": WideShape,
+}
 
 
 def key_of(w: CudaInt4) -> str:
@@ -47,6 +52,8 @@ def runs(choice: Choice, rows: int, w: CudaInt4, capability: int) -> bool:
     """Whether the chosen kernel can multiply `w` by `rows` rows on a device of `capability`."""
     if isinstance(choice, StreamShape):
         return rows <= stream.MAX_ROWS and stream.fits(choice, rows, w, capability)
+    if isinstance(choice, WideShape):
+        return wide.fits(choice, w, capability)
     return choice is None or panel.fits(choice, w, capability)
 
 
@@ -105,6 +112,7 @@ def by_rule(w: CudaInt4, rows: int, multiprocessors: int) -> Iterable[Choice]:
     """Kernels in the order to try, for a weight nobody has measured."""
     if rows <= stream.MAX_ROWS:
         yield from stream.default_shapes(w, rows, multiprocessors)
+    yield from wide.default_shapes(w, rows, multiprocessors)
     yield from panel.default_shapes(w, rows, multiprocessors)
 
 
@@ -127,8 +135,8 @@ def slug(device: torch.device) -> str:
 def user_table(device: torch.device) -> Path:
     """Where `deepseek-tgi tune` keeps its measurements on the device: by GPU, kernel sources and versions."""
     state = hashlib.sha256(repr((torch.__version__, torch.version.cuda)).encode())
-    for name in ("int4_stream.cu", "int4_panel.cu", "int4_weight.cuh", "device.cuh"):
-        state.update((SOURCE_FOLDER / name).read_bytes())
+    for source in sorted([*SOURCE_FOLDER.glob("int4_*.cu*"), SOURCE_FOLDER / "device.cuh"]):
+        state.update(source.read_bytes())
     return cache_folder() / "tuned" / f"{slug(device)}-{state.hexdigest()[:12]}.json"
 
 
@@ -172,7 +180,7 @@ def write_table(path: Path, weights: Mapping[str, Mapping[int, Choice]], about: 
 def _to_json(choice: Choice) -> dict[str, int | str]:
     if choice is None:
         return {"kernel": "dequantise"}
-    return {"kernel": "stream" if isinstance(choice, StreamShape) else "panel", **asdict(choice)}
+    return {"kernel": next(name for name, kind in _KINDS.items() if isinstance(choice, kind)), **asdict(choice)}
 
 
 def _from_json(entry: dict[str, int | str]) -> Choice:

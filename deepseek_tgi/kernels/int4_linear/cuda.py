@@ -24,12 +24,12 @@ from deepseek_tgi.kernels.common import (
 )
 from deepseek_tgi.kernels.compiler import BuildError
 from deepseek_tgi.kernels.cuda.machine import Machine, machine_of
-from deepseek_tgi.kernels.int4_linear import dequantised, layout, panel, stream
+from deepseek_tgi.kernels.int4_linear import dequantised, layout, panel, stream, wide
 from deepseek_tgi.kernels.int4_linear.choice import Chooser, tables_for
 from deepseek_tgi.kernels.int4_linear.cpu import NibbleInt4
 from deepseek_tgi.kernels.int4_linear.layout import CudaInt4
-from deepseek_tgi.kernels.int4_linear.panel import PanelShape
 from deepseek_tgi.kernels.int4_linear.stream import StreamShape
+from deepseek_tgi.kernels.int4_linear.wide import WideShape
 from deepseek_tgi.kernels.wide_product import wide_product
 
 if TYPE_CHECKING:
@@ -92,13 +92,14 @@ class Int4Ops:
             if isinstance(choice, StreamShape):
                 stream.launch(self.machine, choice, in_vectors(x), w, y, bias=bias, residual=residual)
                 return y
-            if isinstance(choice, PanelShape):
-                narrow = in_vectors(x.to(torch.bfloat16))
-                panel.launch(self.machine, choice, narrow, w, y, bias=bias, residual=residual)
-                return y
+            narrow = x.to(torch.bfloat16)
             if choice is None:
-                dequantised.write(self.machine.programs, x.to(torch.bfloat16), w, y, bias=bias, residual=residual)
-                return y
+                dequantised.write(self.machine.programs, narrow, w, y, bias=bias, residual=residual)
+            elif isinstance(choice, WideShape):
+                wide.launch(self.machine, choice, in_vectors(narrow), w, y, bias=bias, residual=residual)
+            else:
+                panel.launch(self.machine, choice, in_vectors(narrow), w, y, bias=bias, residual=residual)
+            return y
         return finish_linear(self._wide_product(x, w), bias, residual, y)
 
     def _wide_product(self, x: torch.Tensor, w: PackedInt4) -> torch.Tensor:

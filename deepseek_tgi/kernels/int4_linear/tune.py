@@ -21,11 +21,12 @@ from deepseek_tgi.kernels.compiler import BuildError
 from deepseek_tgi.kernels.cuda.machine import Machine, machine_of
 from deepseek_tgi.kernels.cuda.nvrtc import arch_of, compile_all
 from deepseek_tgi.kernels.cuda.program import KernelSpec
-from deepseek_tgi.kernels.int4_linear import dequantised, layout, panel, stream
+from deepseek_tgi.kernels.int4_linear import dequantised, layout, panel, stream, wide
 from deepseek_tgi.kernels.int4_linear.choice import ROWS, Choice, key_of, read_table, runs, user_table, write_table
 from deepseek_tgi.kernels.int4_linear.layout import CudaInt4
 from deepseek_tgi.kernels.int4_linear.panel import PanelShape
 from deepseek_tgi.kernels.int4_linear.stream import StreamCall, StreamShape
+from deepseek_tgi.kernels.int4_linear.wide import WideShape
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ def candidates(w: CudaInt4, rows: int, machine: Machine) -> list[Choice]:
     wanted: list[Choice] = [None]
     if rows <= stream.MAX_ROWS:
         wanted += stream.candidates(w, rows, machine.multiprocessors)
+    wanted += wide.candidates(w, rows, machine.multiprocessors)
     wanted += panel.candidates(w, rows, machine.multiprocessors)
     return [choice for choice in wanted if runs(choice, rows, w, machine.capability)]
 
@@ -133,6 +135,8 @@ def spec_of(choice: Choice, w: CudaInt4, rows: int, *, out_bf16: bool = True) ->
     if isinstance(choice, StreamShape):
         form = StreamCall(w.group, w.scale_kind, x_bf16=True, out_bf16=out_bf16)
         return stream.stream_spec(choice, form, rows, stream.stages_of(w))
+    if isinstance(choice, WideShape):
+        return wide.wide_spec(choice, w.group, w.scale_kind, out_bf16)
     if isinstance(choice, PanelShape):
         return panel.panel_spec(choice, w.group, w.scale_kind, out_bf16)
     return dequantised.dequantise_spec(w.group, w.scale_kind, out_bf16=True)
@@ -147,6 +151,8 @@ def call(machine: Machine, choice: Choice, x: torch.Tensor, w: CudaInt4, out: to
     """One product by the chosen kernel."""
     if isinstance(choice, StreamShape):
         stream.launch(machine, choice, x, w, out)
+    elif isinstance(choice, WideShape):
+        wide.launch(machine, choice, x, w, out)
     elif isinstance(choice, PanelShape):
         panel.launch(machine, choice, x, w, out)
     else:

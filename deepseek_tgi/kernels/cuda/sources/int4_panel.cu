@@ -6,7 +6,7 @@
 // the scale in two parts, so that a weight is rounded to bfloat16 once. Sums meet in shared memory, in a fixed order.
 //
 // Macros: TOKENS (16, 32, 64, 128, 256), WARPGROUPS, STAGES (at least 3), GROUP, SCALE_KIND, CLUSTER, OUT_BF16.
-#include "int4_weight.cuh"
+#include "int4_scaled.cuh"
 #include "warpgroup.cuh"
 
 #if CLUSTER > 1
@@ -21,21 +21,6 @@ constexpr int CHUNK_GROUPS = GROUP < CHUNK ? CHUNK / GROUP : 1;
 constexpr int WARP_BYTES = CHUNK_BYTES + CHUNK_GROUPS * GROUP_BYTES;
 constexpr int COPIES = (TOKENS * 8 + THREADS - 1) / THREADS;
 constexpr int LINE = BLOCK_ROWS + 4;  // floats between tokens where sums meet: no two lanes of a store share a bank
-
-// Zero and scale of a row, in both halves: scale = high + low to 16 bits.
-struct Factor {
-  u32 zero, high, low;
-};
-DEVICE Factor factor_of(const RowPair& pair, int half) {
-  const float scale = scale_of(pair.scale[half]);
-  const u32 high = bf16_pair(scale, scale);
-  const float rest = scale - bf16_low(high);
-  return {pair.zero[half], high, SCALE_KIND == 2 ? 0 : bf16_pair(rest, rest)};
-}
-DEVICE u32 scaled(u32 two, const Factor& f) {
-  const u32 integer = bf16_sub(widen(two), f.zero);
-  return SCALE_KIND == 2 ? bf16_mul(integer, f.high) : bf16_fma(integer, f.high, bf16_mul(integer, f.low));
-}
 
 struct Panel {
   u8 *xs, *ws;

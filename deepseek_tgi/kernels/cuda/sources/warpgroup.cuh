@@ -12,6 +12,8 @@ DEVICE u64 matrix_lines(const void* shared, int step) {
   const u64 swizzle_128 = 1ull << 62, eight_lines = 1024 / 16;
   return swizzle_128 | eight_lines << 32 | 1ull << 16 | ((shared_address(shared) + step * 32) & 0x3FFFF) >> 4;
 }
+// The same `bytes`, a multiple of 16, further on.
+DEVICE u64 lines_on(u64 lines, int bytes) { return lines & ~0xFFFFFFFFull | ((u32)lines + (bytes >> 4)); }
 // Before the first product, and after registers of A or D were written by other instructions.
 DEVICE void warpgroup_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -22,6 +24,18 @@ DEVICE void warpgroup_wait() {
 }
 // What ordinary stores and copies wrote to shared memory is seen by matrix instructions after the next barrier.
 DEVICE void fence_for_matrices() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The 128 threads of warpgroup `which` of the block, from 0.
+DEVICE void warpgroup_sync(int which) { asm volatile("bar.sync %0, 128;" ::"r"(which + 1) : "memory"); }
+// All four warps: registers of a thread from here on, a multiple of 8; what some give up others may take.
+template <int count>
+DEVICE void registers_fewer() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count>
+DEVICE void registers_more() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
 
 #define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SUMS_16(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
