@@ -195,8 +195,8 @@ class LayerKernels:
         self._kernel(f"moe_down{self._product}")(
             (-(-down.codes.shape[1] // each), most, 1), self._threads, made, overlap=True
         )
-        blocks = max(1, min(-(-self._shape.hidden // 256), 256 // tokens))
         summed = (parts.products, step.ids, step.weights, step.out, step.out.stride(0))
+        blocks = -(-self._shape.hidden // 1024)
         self._kernel("moe_combine")((blocks, tokens, 1), 256, summed, overlap=True)
 
     def _kernel(self, name: str) -> Kernel:

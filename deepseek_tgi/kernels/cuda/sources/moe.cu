@@ -25,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   let_next_start();
   for (int e = threadIdx.x; e < ALL; e += blockDim.x) counts[e] = e < EXPERTS ? 0 : tokens;
   block_sync();
+#pragma unroll 4
   for (int i = threadIdx.x; i < tokens * TOP; i += blockDim.x) atomic_add(&counts[ids[i]], 1);
   block_sync();
   if (threadIdx.x < 32) {  // one warp adds up, a run of experts a lane
@@ -69,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   block_sync();
   for (int e = threadIdx.x; e < ALL; e += blockDim.x) counts[e] = starts[e];
   block_sync();
+#pragma unroll 4
   for (int i = threadIdx.x; i < tokens * TOP; i += blockDim.x) {
     order[atomic_add(&counts[ids[i]], 1)] = i / TOP * SLOTS + i % TOP;
   }
@@ -282,16 +284,15 @@ extern "C" __global__ void __launch_bounds__(SLOTS * 32, 1)
 }
 EXPORT(moe_down_one)
 
-// out[t] += the token's products, each times its weight, in ascending order of its experts; then the shared pieces.
-// Grid: (HIDDEN / (4 * threads), tokens).
+// out[t] += the token's products, each times its weight, in ascending order of its experts; then the shared pieces. The
+// choice was there before the kernel ahead could let this one start. Grid: (HIDDEN / (4 * threads), tokens).
 extern "C" __global__ void __launch_bounds__(256)
     moe_combine(const float* __restrict__ products, const int* __restrict__ ids, const float* __restrict__ weights,
                 float* __restrict__ out, i64 out_stride) {
   __shared__ int slots[TOP];
   __shared__ float shares[TOP];
-  wait_for_earlier();
-  let_next_start();
   const i64 token = blockIdx.y;
+  const int at = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
   if (threadIdx.x < TOP) {
     int own = ids[token * TOP + threadIdx.x], rank = 0;
     for (int j = 0; j < TOP; j++) rank += ids[token * TOP + j] < own;
@@ -299,15 +300,22 @@ extern "C" __global__ void __launch_bounds__(256)
     shares[rank] = weights[token * TOP + threadIdx.x];
   }
   block_sync();
-  for (int h = blockIdx.x * blockDim.x + threadIdx.x; h < HIDDEN; h += gridDim.x * blockDim.x) {
-    float sum = out[token * out_stride + h];
-    const float* own = products + token * SLOTS * HIDDEN + h;
+  wait_for_earlier();
+  let_next_start();
+  if (at >= HIDDEN) return;
+  words4 v[SLOTS];
 #pragma unroll
-    for (int j = 0; j < TOP; j++) sum += shares[j] * own[(i64)slots[j] * HIDDEN];
+  for (int j = 0; j < SLOTS; j++) v[j] = load_once(products + (token * SLOTS + (j < TOP ? slots[j] : j)) * HIDDEN + at);
+  float* to = out + token * out_stride + at;
+  float sum[4] = {to[0], to[1], to[2], to[3]};
 #pragma unroll
-    for (int j = TOP; j < SLOTS; j++) sum += own[(i64)j * HIDDEN];
-    out[token * out_stride + h] = sum;
+  for (int j = 0; j < SLOTS; j++) {
+    const float share = j < TOP ? shares[j] : 1.0f;
+    sum[0] += share * bits_float(v[j].x), sum[1] += share * bits_float(v[j].y);
+    sum[2] += share * bits_float(v[j].z), sum[3] += share * bits_float(v[j].w);
   }
+#pragma unroll
+  for (int i = 0; i < 4; i++) to[i] = sum[i];
 }
 EXPORT(moe_combine)
 
