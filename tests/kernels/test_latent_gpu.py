@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -186,6 +187,41 @@ def test_preparing_is_its_parts(mode: str) -> None:
     kernels().latent_write(apart.latents(0), latent, rope, slots)
     assert torch.equal(own, other)
     assert torch.equal(whole.storage, apart.storage)
+
+
+@pytest.mark.parametrize("mode", ["bfloat16", "int8"])
+def test_what_the_launch_before_writes_is_read_after_it(mode: str) -> None:
+    heads, cached = 16, [1000, 700]
+    case, width = Case(mode, heads, [1, 1], cached), heads * (ROPE + NOPE)
+    positions = torch.tensor(cached, device="cuda")
+    blocks = case.inputs.block_tables.long().gather(1, (positions // BLOCK).unsqueeze(1)).squeeze(1)
+    inputs = replace(case.inputs, positions=positions.int(), slots=blocks * BLOCK + positions % BLOCK)
+    rows = torch.empty(2, width + RANK + ROPE, device="cuda", dtype=torch.bfloat16)
+    sources = [torch.randn(2, width + RANK + ROPE, device="cuda").bfloat16() for _ in range(12)]
+    weight, table = torch.ones(rows.shape[1], device="cuda"), torch.rand(2000, ROPE, device="cuda")
+    outs = [torch.empty_like(case.out) for _ in sources]
+
+    def layer(out: torch.Tensor) -> None:
+        q, latent, rope = rows[:, :width].view(2, heads, -1), rows[:, width:-ROPE], rows[:, -ROPE:]
+        kernels().latent_prepare(
+            q, latent, rope, case.pages, inputs, norm_weight=weight[:RANK], eps=1e-6, cos_sin=table
+        )
+        kernels().latent_attention(q, case.pages, case.up, inputs, scale=SCALE, out=out)
+
+    expected = []
+    for source, out in zip(sources, outs, strict=True):
+        kernels().rms_norm(source, weight, 1e-6, rows)
+        torch.cuda.synchronize()
+        layer(out)
+        expected.append(out.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for source, out in zip(sources, outs, strict=True):
+            kernels().rms_norm(source, weight, 1e-6, rows)
+            layer(out)
+    for _ in range(20):
+        graph.replay()
+        assert all(map(torch.equal, outs, expected))
 
 
 def test_the_set_has_these_kernels() -> None:

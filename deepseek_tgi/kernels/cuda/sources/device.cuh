@@ -338,6 +338,8 @@ DEVICE words4 cluster_load(const words4* shared, int rank) {
 
 // --- launches that overlap (sm_90; elsewhere both do nothing) -------------------------------------------------------
 // What earlier kernels of the stream wrote may be read only after this, if the launch was made to overlap.
+// Pointers to that are not `const __restrict__`: what a compiler takes for constant, it may read before, and behind this
+// what was to be under way early.
 DEVICE void wait_for_earlier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

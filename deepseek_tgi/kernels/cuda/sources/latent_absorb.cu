@@ -8,7 +8,7 @@ constexpr int COLUMNS = 64, WARPS = 4, OWN_ROWS = NOPE / WARPS;
 static_assert(NOPE % WARPS == 0 && RANK % COLUMNS == 0, "the kernel's cut");
 
 extern "C" __global__ void __launch_bounds__(128)
-    latent_absorb(const u16* __restrict__ q, i64 q_head, i64 q_row, const u16* __restrict__ rows, i64 rows_head,
+    latent_absorb(const u16* q, i64 q_head, i64 q_row, const u16* __restrict__ rows, i64 rows_head,
                   u16* __restrict__ out) {
   __shared__ float queries[BATCH][NOPE], sums[WARPS][BATCH][COLUMNS];
   const int column = blockIdx.x * COLUMNS, head = blockIdx.y, warp = threadIdx.x / 32, lane = lane_id();

@@ -8,7 +8,7 @@
 constexpr int AHEAD = 4;  // parts whose loads are under way
 
 extern "C" __global__ void __launch_bounds__(128 * TEAMS)
-    latent_combine(const float* __restrict__ parts, const float* __restrict__ marks, const int* __restrict__ cache_lens,
+    latent_combine(const float* parts, const float* marks, const int* __restrict__ cache_lens,
                    int batch, int row_tiles, int blocks, int least, const u16* __restrict__ rows, i64 rows_head,
                    u16* __restrict__ out) {
   __shared__ float sums[TEAMS][RANK], tops[TEAMS], totals[TEAMS];

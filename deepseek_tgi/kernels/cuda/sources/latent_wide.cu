@@ -47,7 +47,7 @@ struct Raw {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    latent_wide(const u16* __restrict__ q_latent, i64 q_latent_head, i64 q_latent_row, const u16* __restrict__ q_rope,
+    latent_wide(const u16* q_latent, i64 q_latent_head, i64 q_latent_row, const u16* q_rope,
                 i64 q_rope_head, i64 q_rope_row, const u8* __restrict__ latent, const u8* __restrict__ rope,
                 const u8* __restrict__ scales, int page_bytes, const int* __restrict__ tables, i64 table_stride,
                 const int* __restrict__ cache_lens, int batch, int heads, float scale, float* __restrict__ parts,
