@@ -1,23 +1,21 @@
-"""Experts: weights come in 16-byte loads past L1, products are matrix instructions in bfloat16."""
+"""Experts: weights come in 16-byte loads past L1 or background copies, products are matrix instructions in bfloat16."""
 
 from __future__ import annotations
 
-from compiled.kernels import MATRIX_BF16, CudaKernel
+from compiled.kernels import HOPPER, MATRIX_BF16, WARPGROUP_MATRIX, WIDE_COPY, CudaKernel
 
-from deepseek_tgi.kernels.moe.cuda import LayerShape
-from deepseek_tgi.kernels.moe.cuda_experts import Way
+from deepseek_tgi.kernels.moe.shape import FEW, ONE, PANEL, LayerShape, SortedWay
 
-MUST = (MATRIX_BF16, r"LDG\.E\.NA\..*128.*")
-
-
-def kernels(way: Way, registers: dict[str, int]) -> list[CudaKernel]:
-    """Those that a layer of DeepSeek-V2-Lite's size runs."""
-    shape = LayerShape(128, False, experts=64, top_k=6, pieces=2, hidden=2048, inner=1408, way=way)
-    return [CudaKernel(shape.spec(name), most, MUST) for name, most in registers.items()]
-
+SHAPE = LayerShape(128, False, experts=64, top_k=6, pieces=2, hidden=2048, inner=1408)
+"""DeepSeek-V2-Lite's."""
+MULTIPROCESSORS = 132
+STREAMED = (MATRIX_BF16, WIDE_COPY)
+LOADED = (MATRIX_BF16, r"LDG\.E\.NA\..*128.*")
+UP, DOWN = "moe_gate_up", "moe_down"
 
 CUDA = [
-    *kernels(Way(8, wide=False, warps=8, depth=2), {"moe_gate_up_one": 96, "moe_down_one": 128, "moe_gate_up": 96}),
-    *kernels(Way(8, wide=True, warps=4, depth=2), {"moe_gate_up_wide": 104, "moe_down_wide": 104}),
-    *kernels(Way(32, wide=True, warps=4, depth=2), {"moe_gate_up_wide": 168, "moe_down_wide": 168}),
+    *(CudaKernel(spec, 80, STREAMED) for spec in SHAPE.one_specs(ONE, MULTIPROCESSORS)),
+    *(CudaKernel(SHAPE.product(name, FEW)[0], 96, LOADED) for name in (UP, DOWN)),
+    *(CudaKernel(SHAPE.product(name, SortedWay(rows))[0], 168, LOADED) for rows in (8, 32) for name in (UP, DOWN)),
+    *(CudaKernel(SHAPE.product(name, PANEL)[0], 128, (WARPGROUP_MATRIX, WIDE_COPY), (HOPPER,)) for name in (UP, DOWN)),
 ]

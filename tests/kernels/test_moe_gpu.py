@@ -67,7 +67,7 @@ def added(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, everyone: l
 def test_experts(layer: tuple[CudaExperts, list[Expert]], tokens: int) -> None:
     experts, everyone = layer
     assert experts.dense is None
-    op = CudaMoe(machine_of(torch.device("cuda:0")).programs)
+    op = CudaMoe(machine_of(torch.device("cuda:0")))
     x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
     ids = torch.rand(tokens, EXPERTS, device="cuda").argsort(1)[:, :TOP].int().contiguous()
     weights = torch.rand(tokens, TOP, device="cuda")
@@ -101,7 +101,7 @@ def test_experts_that_all_tokens_choose(layer: tuple[CudaExperts, list[Expert]],
     ids = ids.int().contiguous()
     weights = torch.rand(tokens, TOP, device="cuda")
     out = torch.zeros(tokens, HIDDEN, device="cuda")
-    CudaMoe(machine_of(torch.device("cuda:0")).programs)(x, ids, weights, experts, out)
+    CudaMoe(machine_of(torch.device("cuda:0")))(x, ids, weights, experts, out)
     wanted = added(x, ids, weights, everyone)
     assert (out - wanted).norm() < 2**-8 * wanted.norm()
 

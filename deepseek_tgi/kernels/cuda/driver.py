@@ -15,6 +15,8 @@ from deepseek_tgi.errors import DeviceError
 from deepseek_tgi.kernels.cuda.nvrtc import arch_of, machine_code
 from deepseek_tgi.kernels.cuda.program import Argument, Kernel, KernelSpec, Shape, Tiles
 
+_ALL = 100
+"""Percent."""
 _STATIC_SHARED_LIMIT = 48 << 10
 """Dynamic shared memory beyond this must be asked for, once a function."""
 
@@ -103,6 +105,9 @@ class DriverKernel:
         self._overlaps = overlaps
         self._function = _checked(driver.cuModuleGetFunction(module, spec.name.encode()), spec.name)
         self._places = threading.local()
+        if spec.beside:  # a multiprocessor changes how much of its memory is shared only when it is empty
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            _checked(driver.cuFuncSetAttribute(self._function, attribute, _ALL), spec.name)
         if room > _STATIC_SHARED_LIMIT:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuFuncSetAttribute(self._function, attribute, room), spec.name)

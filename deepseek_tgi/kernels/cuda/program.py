@@ -38,6 +38,8 @@ class KernelSpec:
 
     `signature` has a letter for each parameter: `p` a pointer (a tensor, or None), `i` a 32-bit and `l` a 64-bit
     integer, `f` a float, `t` a `tile_map` (`Tiles`). `shared_bytes` is the dynamic shared memory of every launch.
+    `beside`: its blocks are to lie on a multiprocessor beside those of the kernel ahead or behind that also says so, as
+    far as memory goes.
     """
 
     source: str
@@ -45,6 +47,7 @@ class KernelSpec:
     signature: str
     defines: tuple[tuple[str, int], ...] = ()
     shared_bytes: int = 0
+    beside: bool = False
 
     def __post_init__(self) -> None:
         assert set(self.signature) <= KINDS, f"{self.name}: signature {self.signature!r}"

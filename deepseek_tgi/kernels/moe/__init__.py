@@ -9,8 +9,8 @@ adds to every row of `out`, one after the other and in ascending order of the to
 a token differ and lie in 0 .. E-1.
 
 Tokens are sorted by expert; an expert that no token chose is not read; each chosen one runs once. A row's bits do not
-depend on the other rows. `scratch`, a float32 stretch of at least `experts.scratch_floats(T, k)`, spares the call its
-allocations.
+depend on what is in the other rows; on a GPU, where experts get many rows, INT4 weights are rounded to bfloat16 once.
+`scratch`, a float32 stretch of at least `experts.scratch_floats(T, k)`, spares the call its allocations.
 """
 
 from __future__ import annotations

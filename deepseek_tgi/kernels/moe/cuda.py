@@ -1,8 +1,10 @@
 """Grouped experts on an NVIDIA GPU: pairs sorted by expert on the device, no word to the host.
 
-INT4 experts of one group size run on the tensor cores straight from their codes (`sources/moe.cu`), the shared expert
-cut into pieces as wide as a routed one, so that it is part of the same launches. Experts of other kinds are kept in
-bfloat16 and go through torch's grouped product.
+INT4 experts of one group size run on the tensor cores straight from their codes, the shared expert cut into pieces as
+wide as a routed one, so that it is part of the same launches: one token by itself (`sources/moe_one.cu`), more of them
+sorted by expert, by warps that take codes as they are (`sources/moe.cu`) or, if many, by warpgroups whose weights are
+rounded to bfloat16 once (`sources/moe_panel.cu`). Experts of other kinds are kept in bfloat16 and go through torch's
+grouped product.
 
 A row's bits depend on how many rows there are (one, a few, many), not on what is in them.
 
@@ -12,63 +14,35 @@ launch for each expert. Rejected: sorting on the host, which would wait for the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from deepseek_tgi.kernels.common import ACTIVATIONS
-from deepseek_tgi.kernels.cuda.machine import machine_of
-from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec, Programs, spec
+from deepseek_tgi.kernels.cuda.machine import Machine, machine_of
 from deepseek_tgi.kernels.moe import PackedExperts, check_moe
 from deepseek_tgi.kernels.moe import cuda_experts as packed
-from deepseek_tgi.kernels.moe.cuda_experts import CudaExperts, Cuts, Parts, Way
-from deepseek_tgi.kernels.moe.tiles import CHUNK, TILE, TiledInt4, hold_int4, padded
+from deepseek_tgi.kernels.moe.cuda_experts import CudaExperts, Cuts, most_groups
+from deepseek_tgi.kernels.moe.layer import LayerKernels, Step
+from deepseek_tgi.kernels.moe.shape import LayerShape, OneWay
+from deepseek_tgi.kernels.moe.tiles import hold_int4
 
 if TYPE_CHECKING:
     from deepseek_tgi.kernels.select import KernelSet
 
-_PAD = 16
-"""Elements between staged rows, as `sources/moe.cu` has them."""
-STAGES = 3
-"""Units of passing rows in shared memory, likewise."""
-SIGNATURES = {
-    "moe_sort": "ppppi",
-    "moe_gate_up": "ppppppp",
-    "moe_gate_up_wide": "ppppppp",
-    "moe_gate_up_one": "ppppp",
-    "moe_down": "ppppppp",
-    "moe_down_wide": "ppppppp",
-    "moe_down_one": "pppppp",
-    "moe_combine": "ppppl",
-}
-
 
 def provide(kernels: KernelSet) -> KernelSet:
     """See `kernels.device_set`."""
-    op = CudaMoe(machine_of(kernels.device).programs)
+    op = CudaMoe(machine_of(kernels.device))
     return replace(kernels, hold_int4=hold_int4, pack_experts=CudaExperts, moe=op)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The operands of a call, x in bfloat16."""
-
-    x: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-    out: torch.Tensor
-
-    def rows(self, rows: slice) -> Step:
-        """Some of its tokens."""
-        return Step(self.x[rows], self.ids[rows], self.weights[rows], self.out[rows])
 
 
 class CudaMoe:
     """The op over the kernels of one device."""
 
-    def __init__(self, programs: Programs) -> None:
-        self._programs = programs
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
         self._kernels: dict[LayerShape, LayerKernels] = {}
 
     def __call__(
@@ -100,14 +74,16 @@ class CudaMoe:
     def _tiled(self, step: Step, experts: CudaExperts, scratch: torch.Tensor) -> None:
         assert experts.gate_up is not None
         assert experts.down is not None
-        cuts = Cuts.of(experts, *step.ids.shape)
-        kernels = self._of_layer(experts, *step.ids.shape)
-        if len(step.x) == 1:
-            kernels.run_one(step, experts.gate_up, experts.down, cuts.cut(scratch).gated)
+        kernels = self._of_layer(experts, step.ids.shape[1])
+        parts = Cuts.of(experts, *step.ids.shape).cut(scratch)
+        way = kernels.shape.way(len(step.x), self._machine)
+        if isinstance(way, OneWay):
+            kernels.run_one(step, experts.gate_up, experts.down, parts.gated, way)
         else:
-            kernels.run_few(step, experts.gate_up, experts.down, cuts.cut(scratch), cuts.tiles)
+            how = way, most_groups(experts, len(step.x), step.ids.shape[1], way.rows)
+            kernels.run_many(step, experts.gate_up, experts.down, parts, how)
 
-    def _of_layer(self, experts: CudaExperts, num_tokens: int, top_k: int) -> LayerKernels:
+    def _of_layer(self, experts: CudaExperts, top_k: int) -> LayerKernels:
         assert experts.gate_up is not None
         shape = LayerShape(
             group=experts.gate_up.group_size,
@@ -117,92 +93,10 @@ class CudaMoe:
             pieces=experts.pieces,
             hidden=experts.hidden_size,
             inner=experts.inner,
-            way=Way.of(experts, num_tokens, top_k),
         )
         found = self._kernels.get(shape)
         if found is None:
-            found = self._kernels[shape] = LayerKernels(self._programs, shape)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What the kernels of a layer are compiled for; `inner` is padded."""
-
-    group: int
-    bfloat16_scales: bool
-    experts: int
-    top_k: int
-    pieces: int
-    hidden: int
-    inner: int
-    way: Way
-
-    def macros(self) -> dict[str, int]:
-        """As `sources/moe.cu` names them."""
-        return {
-            "GROUP": self.group, "GROUP_SCALES": 1 + self.bfloat16_scales,
-            "EXPERTS": self.experts, "TOP": self.top_k, "SHARED": self.pieces,
-            "HIDDEN": self.hidden, "INNER": self.inner, "ROWS": self.way.rows, "WARPS": self.way.warps,
-            "DEPTH": self.way.depth,
-        }  # fmt: skip
-
-    def spec(self, name: str) -> KernelSpec:
-        """The kernel `name` of `sources/moe.cu` for this layer."""
-        return spec("moe", name, SIGNATURES[name], self._shared_bytes(name), **self.macros())
-
-    def _shared_bytes(self, name: str) -> int:
-        """Dynamic shared memory: staged rows, or the warps' sums that take their place."""
-        unit = max(CHUNK, self.group)
-        hidden, rows = padded(self.hidden, unit), self.way.rows
-        if name.endswith("_wide"):
-            return STAGES * rows * (unit + _PAD) * 2
-        staged = {"moe_gate_up": rows * (hidden + _PAD), "moe_down": rows * (self.inner + _PAD)}.get(name, 0) * 2
-        sums = {"moe_gate_up": 2, "moe_down": 1}.get(name, 0) * self.way.warps * rows // 8 * 512
-        return (hidden + _PAD) * 2 if name == "moe_gate_up_one" else max(staged, sums)
-
-
-class LayerKernels:
-    """The kernels for one shape of layer; each is compiled when it is first asked for."""
-
-    def __init__(self, programs: Programs, shape: LayerShape) -> None:
-        self._programs = programs
-        self._shape = shape
-        self._threads = shape.way.warps * 32
-        self._tiles_of_block = shape.way.warps if shape.way.wide else 1
-        self._product = "_wide" if shape.way.wide else ""
-        self._found: dict[str, Kernel] = {}
-
-    def run_one(self, step: Step, gate_up: TiledInt4, down: TiledInt4, gated: torch.Tensor) -> None:
-        """A single token: two launches."""
-        slots = self._shape.top_k + self._shape.pieces
-        given = (step.x, gate_up.codes, gate_up.scales, step.ids, gated)
-        self._kernel("moe_gate_up_one")((self._shape.inner // TILE, slots, 1), self._threads, given, overlap=True)
-        made = (gated, down.codes, down.scales, step.ids, step.weights, step.out)
-        self._kernel("moe_down_one")((down.codes.shape[1], 1, 1), slots * 32, made, overlap=True)
-
-    def run_few(self, step: Step, gate_up: TiledInt4, down: TiledInt4, parts: Parts, most: int) -> None:
-        """Tokens whose pairs make at most `most` tiles: four launches."""
-        tokens, each = len(step.x), self._tiles_of_block
-        tiles = (parts.order, parts.tiles, parts.total)
-        self._kernel("moe_sort")((1, 1, 1), 1024, (step.ids, *tiles, tokens), overlap=True)
-        given = (step.x, gate_up.codes, gate_up.scales, *tiles, parts.gated)
-        self._kernel(f"moe_gate_up{self._product}")(
-            (-(-self._shape.inner // TILE // each), most, 1), self._threads, given, overlap=True
-        )
-        made = (parts.gated, down.codes, down.scales, *tiles, parts.products)
-        each *= 2 if self._shape.way.wide else 1
-        self._kernel(f"moe_down{self._product}")(
-            (-(-down.codes.shape[1] // each), most, 1), self._threads, made, overlap=True
-        )
-        summed = (parts.products, step.ids, step.weights, step.out, step.out.stride(0))
-        blocks = -(-self._shape.hidden // 1024)
-        self._kernel("moe_combine")((blocks, tokens, 1), 256, summed, overlap=True)
-
-    def _kernel(self, name: str) -> Kernel:
-        found = self._found.get(name)
-        if found is None:
-            found = self._found[name] = self._programs.kernel(self._shape.spec(name))
+            found = self._kernels[shape] = LayerKernels(self._machine, shape)
         return found
 
 

@@ -12,13 +12,11 @@ from deepseek_tgi.kernels.common import Int4Tensors, PackedInt4
 from deepseek_tgi.kernels.moe import Expert, PackedExperts
 from deepseek_tgi.kernels.moe.tiles import (
     CHUNK,
-    TILE,
     HasTensors,
     TiledInt4,
     padded,
     parts,
     stacked,
-    take_turns,
     tiled,
     wide,
 )
@@ -87,23 +85,19 @@ class CudaExperts(PackedExperts):
 
     def _tiles(self, scale_dtype: torch.dtype) -> tuple[TiledInt4, TiledInt4]:
         gate_up, down = [], []
-        for one in self._pieces():
-            gate, up, below = one
-            size = gate.group_size
-            columns = padded(self.hidden_size, max(CHUNK, size))
-            gate_tiles, up_tiles = (tiled(part, self.inner, columns, scale_dtype) for part in (gate, up))
-            gate_up.append(take_turns(gate_tiles, up_tiles))
-            below_columns = padded(self.inner, max(CHUNK, size))
-            down.append(tiled(below, padded(self.hidden_size, TILE), below_columns, scale_dtype))
+        for own, below in self._pieces():
+            unit = max(CHUNK, own.group_size)
+            gate_up.append(tiled(own, padded(self.hidden_size, unit), scale_dtype))
+            down.append(tiled(below, padded(self.inner, unit), scale_dtype))
         return stacked(gate_up), stacked(down)
 
-    def _pieces(self) -> Iterator[tuple[Int4Tensors, Int4Tensors, Int4Tensors]]:
-        """Gate, up and down of every matrix."""
+    def _pieces(self) -> Iterator[tuple[Int4Tensors, Int4Tensors]]:
+        """Gate over up, and down, of every matrix."""
         for expert in self.experts:
-            yield parts(expert, 0, expert.inner_size)
+            yield parts(expert, 0, expert.inner_size, self.inner)
         if self.shared is not None:
             for first in range(0, self.shared.inner_size, self.inner):
-                yield parts(self.shared, first, min(first + self.inner, self.shared.inner_size))
+                yield parts(self.shared, first, min(first + self.inner, self.shared.inner_size), self.inner)
 
     def _stacks(self) -> tuple[torch.Tensor, torch.Tensor]:
         gate_up, down = [], []
@@ -136,7 +130,7 @@ class Cuts:
     def of(cls, experts: CudaExperts, num_tokens: int, top_k: int) -> Cuts:
         """For so many tokens and choices."""
         pairs = num_tokens * (top_k + experts.pieces)
-        tiles = max_tiles(experts, num_tokens, top_k)
+        tiles = most_groups(experts, num_tokens, top_k, sorted_rows(num_tokens * top_k / experts.num_experts))
         return cls(pairs, tiles, pairs * experts.inner // 2, pairs * experts.hidden_size)
 
     @property
@@ -163,26 +157,13 @@ class Parts:
     products: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How a number of tokens is computed: `rows` pairs of an expert together, `wide` with a tile a warp."""
-
-    rows: int
-    wide: bool
-    warps: int
-    depth: int
-
-    @classmethod
-    def of(cls, experts: CudaExperts, num_tokens: int, top_k: int) -> Way:
-        """Tiles of about what an expert gets, weights being read once for them. Measured on an H200."""
-        if num_tokens < 4:
-            return cls(8, wide=False, warps=8, depth=2)
-        expected = num_tokens * top_k / experts.num_experts
-        return cls(8 if expected <= 7 else 16 if expected <= 17 else 32, wide=True, warps=4, depth=2)
+def sorted_rows(expected: float) -> int:
+    """Pairs of an expert that warps multiply together where each gets about so many: weights are read once for them."""
+    return 8 if expected <= 7 else 16 if expected <= 17 else 32
 
 
-def max_tiles(experts: CudaExperts, num_tokens: int, top_k: int) -> int:
-    """Most tiles that so many tokens can make, however the router chooses."""
-    rows = Way.of(experts, num_tokens, top_k).rows
+def most_groups(experts: CudaExperts, num_tokens: int, top_k: int, rows: int) -> int:
+    """Most groups of at most `rows` sorted pairs of an expert, however the router chooses."""
     pairs = num_tokens * top_k
-    return min(pairs, min(pairs, experts.num_experts) + pairs // rows) + experts.pieces * -(-num_tokens // rows)
+    own = experts.pieces * -(-num_tokens // rows)
+    return min(pairs, min(pairs, experts.num_experts) + pairs // rows) + own

@@ -1,4 +1,4 @@
-"""INT4 weights of a layer's experts as the GPU's kernels read them: tiles of 16 outputs by 64 inputs in lane order."""
+"""INT4 weights of a layer's experts, as they were read and as kernels read them: in the products' own form."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from deepseek_tgi.kernels.common import Int4Tensors, PackedInt4, check_int4
+from deepseek_tgi.kernels.int4_linear.layout import pack
 from deepseek_tgi.kernels.moe import Expert, Packed
 
 TILE, CHUNK = 16, 64
+SCALE_KINDS = {torch.float16: 1, torch.bfloat16: 2}
+"""As `sources/int4_weight.cuh` numbers them."""
 
 
 @runtime_checkable
@@ -49,70 +52,60 @@ def hold_int4(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, gr
 
 @dataclass(frozen=True, slots=True)
 class TiledInt4:
-    """INT4 weights of several matrices of one shape, as `sources/int4_tile.cuh` reads them.
+    """INT4 weights of several matrices of one shape, one after the other, as `int4_linear/layout.py` lays out each.
 
-    Shapes: `codes [matrices, N/16, K/64, 32, 4] int32`, `scales [matrices, N/16, K/group, 16] int32`: the lower half
-    the bits of a scale, of `scale_dtype`, the upper those of the bfloat16 `128 + zero`. N is padded to 16, K to 64,
-    with weights that are 0.
+    Shapes: `codes [matrices, N/16, K/64, 32, 4] int32`, `metas [matrices, N/16, K/group, 8, 2, 1] int32`, with scales
+    of 16 bits. N is padded to 64, K to 64 and the group, with weights that are 0.
     """
 
     codes: torch.Tensor
-    scales: torch.Tensor
+    metas: torch.Tensor
     group_size: int
     scale_dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
         """Bytes of both."""
-        return self.codes.nbytes + self.scales.nbytes
+        return self.codes.nbytes + self.metas.nbytes
 
 
-def tiled(tensors: Int4Tensors, rows: int, columns: int, scale_dtype: torch.dtype) -> TiledInt4:
-    """One matrix in tiles, padded to `rows` and `columns`, multiples of 16 and 64; `scale_dtype` holds its scales."""
-    n, k = tensors.codes.shape
-    size = tensors.group_size
-    zeros = torch.nn.functional.pad(tensors.zeros, (0, columns // size - k // size, 0, rows - n))
-    scales = torch.nn.functional.pad(tensors.scales.to(scale_dtype), (0, columns // size - k // size, 0, rows - n))
-    codes = torch.nn.functional.pad(tensors.codes, (0, columns - k, 0, rows - n))
-    parts = codes.view(rows // TILE, 2, 8, columns // CHUNK, 4, 4, 4).to(torch.int64)  # tile, half, g, chunk, s, t, j
-    shifts = torch.tensor([[0, 16, 8, 24], [4, 20, 12, 28]], dtype=torch.int64, device=codes.device)
-    words = (parts << shifts.view(1, 2, 1, 1, 1, 1, 4)).sum((1, 6))  # tile, g, chunk, s, t
-    words = words.permute(0, 2, 1, 4, 3).reshape(rows // TILE, columns // CHUNK, 32, 4)
-    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    offsets = (zeros.float() + 128.0).bfloat16().view(torch.int16).to(torch.int32) << 16
-    pairs = offsets | (scales.view(torch.int16).to(torch.int32) & 0xFFFF)
-    pairs = pairs.view(rows // TILE, TILE, columns // size).transpose(1, 2)
-    return TiledInt4(words, pairs.contiguous(), size, scale_dtype)
+def tiled(tensors: Int4Tensors, columns: int, scale_dtype: torch.dtype) -> TiledInt4:
+    """One matrix, its inputs padded to `columns`, a multiple of the group; `scale_dtype` holds its scales."""
+    k, size = tensors.codes.shape[1], tensors.group_size
+    zeros, scales = (torch.nn.functional.pad(t, (0, (columns - k) // size)) for t in (tensors.zeros, tensors.scales))
+    codes = torch.nn.functional.pad(tensors.codes, (0, columns - k))
+    packed = pack(codes, zeros, scales, size)
+    metas = packed.metas
+    if packed.scale_kind != SCALE_KINDS[scale_dtype]:  # float16 holds these as well
+        wide = (metas & 0xFFFF).to(torch.int16).view(torch.float16)
+        bits = wide.to(scale_dtype).view(torch.int16).to(torch.int32) & 0xFFFF
+        metas = (metas & ~0xFFFF) | bits
+    return TiledInt4(packed.codes, metas, size, scale_dtype)
 
 
 def stacked(weights: Sequence[TiledInt4]) -> TiledInt4:
     """Several matrices of one shape as one weight."""
-    codes, scales = torch.stack([w.codes for w in weights]), torch.stack([w.scales for w in weights])
-    return TiledInt4(codes, scales, weights[0].group_size, weights[0].scale_dtype)
+    codes, metas = torch.stack([w.codes for w in weights]), torch.stack([w.metas for w in weights])
+    return TiledInt4(codes, metas, weights[0].group_size, weights[0].scale_dtype)
 
 
-def take_turns(gate: TiledInt4, up: TiledInt4) -> TiledInt4:
-    """Tiles of gate and up in turns, so that one block makes both halves of its outputs."""
-    codes, scales = (
-        torch.stack((a, b), 1).flatten(0, 1) for a, b in ((gate.codes, up.codes), (gate.scales, up.scales))
-    )
-    return TiledInt4(codes, scales, gate.group_size, gate.scale_dtype)
+def parts(expert: Expert, first: int, last: int, inner: int) -> tuple[Int4Tensors, Int4Tensors]:
+    """Gate over up, and down, of the expert's inner elements `first` to `last`, a cut between groups.
 
-
-def parts(expert: Expert, first: int, last: int) -> tuple[Int4Tensors, Int4Tensors, Int4Tensors]:
-    """Gate, up and down of the expert's inner elements `first` to `last`, a cut between groups."""
+    Both halves of gate over up are padded to `inner` rows, in which codes and zeros are 0.
+    """
     assert isinstance(expert.gate_up, HasTensors)
     assert isinstance(expert.down, HasTensors)
     both, down = expert.gate_up.tensors(), expert.down.tensors()
-    size = down.group_size
-    gate, up = (_rows(both, slice(at + first, at + last)) for at in (0, expert.inner_size))
+    size, missing = down.group_size, inner - (last - first)
+    halves = [slice(at + first, at + last) for at in (0, expert.inner_size)]
+    codes, zeros, scales = (
+        torch.cat([torch.nn.functional.pad(t[rows], (0, 0, 0, missing)) for rows in halves])
+        for t in (both.codes, both.zeros, both.scales)
+    )
     groups = slice(first // size, -(-last // size))
     below = Int4Tensors(down.codes[:, first:last], down.zeros[:, groups], down.scales[:, groups], size)
-    return gate, up, below
-
-
-def _rows(tensors: Int4Tensors, rows: slice) -> Int4Tensors:
-    return Int4Tensors(tensors.codes[rows], tensors.zeros[rows], tensors.scales[rows], tensors.group_size)
+    return Int4Tensors(codes, zeros, scales, both.group_size), below
 
 
 def wide(packed: Packed) -> torch.Tensor:

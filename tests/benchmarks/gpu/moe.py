@@ -83,7 +83,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     bandwidth, rate = copy_bytes_per_s(), product_flops_per_s()
-    op = CudaMoe(machine_of(torch.device("cuda:0")).programs)
+    op = CudaMoe(machine_of(torch.device("cuda:0")))
     made = [layer() for _ in range(COPIES)]
     one = made[0][0].nbytes / (EXPERTS + 2)
     rows: list[dict[str, Any]] = []

@@ -1,0 +1,160 @@
+"""What the kernels of a layer of experts are compiled for, and the ways in which they compute a number of tokens.
+
+The figures of a way were chosen by measuring layers of DeepSeek-V2-Lite on an H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from deepseek_tgi.kernels.cuda.machine import Machine
+from deepseek_tgi.kernels.cuda.program import KernelSpec, spec
+from deepseek_tgi.kernels.moe.cuda_experts import sorted_rows
+from deepseek_tgi.kernels.moe.tiles import CHUNK, TILE, padded
+
+_PAD = 8
+"""Elements between rows, as `sources/moe.cu` has them."""
+_STAGES = 3
+"""Units of passing rows in shared memory, likewise."""
+_SORTED = "ppppppp"
+_WARPGROUPS = 90
+"""The only capability that has their instructions."""
+_SHARED_BYTES = {80: 135 << 10, 87: 135 << 10, 90: 199 << 10}
+_LEAST_SHARED_BYTES = 71 << 10
+"""Dynamic shared memory that a block may have, by capability, and elsewhere: 28 KiB are left for what is fixed."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneWay:
+    """Of a single token, `depth` stages of weights under way, of each warp."""
+
+    warps: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class SortedWay:
+    """Of sorted tokens, `rows` pairs of an expert together; `depth` units of weights under way, of each warp.
+
+    `wide`: every warp has tiles of its own; else those of a block share one.
+    """
+
+    rows: int
+    warps: int = 4
+    depth: int = 2
+    wide: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PanelWay:
+    """Of sorted tokens, `rows` pairs of an expert together, multiplied by `warpgroups` a block (sm_90a).
+
+    `stages` of 64 inputs under way; `blocks` of a multiprocessor.
+    """
+
+    warpgroups: int
+    stages: int
+    blocks: int
+    rows: int = 128
+
+
+Way = OneWay | SortedWay | PanelWay
+
+ONE = OneWay(16, 2)
+_MOST_PAIRS = 12
+"""Of tiles that a block has, whose sums are in registers."""
+FEW = SortedWay(8, warps=8, wide=False)
+_FEW_TOKENS = 4
+PANEL = PanelWay(2, 4, 2)
+_PANELS_FROM = 17
+"""Pairs an expert, beyond which panels are faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What all kernels of a layer are compiled for; `inner` is padded."""
+
+    group: int
+    bfloat16_scales: bool
+    experts: int
+    top_k: int
+    pieces: int
+    hidden: int
+    inner: int
+
+    def macros(self) -> dict[str, int]:
+        """As `sources/experts.cuh` names them."""
+        return {
+            "GROUP": self.group, "SCALE_KIND": 1 + self.bfloat16_scales, "EXPERTS": self.experts, "TOP": self.top_k,
+            "SHARED": self.pieces, "HIDDEN": self.hidden, "INNER": self.inner,
+        }  # fmt: skip
+
+    @property
+    def unit(self) -> int:
+        """Inputs that are loaded together."""
+        return max(CHUNK, self.group)
+
+    @property
+    def _tile_bytes(self) -> int:
+        """Of 16 outputs and a unit of inputs."""
+        return self.unit // 2 * TILE + self.unit // self.group * TILE * 4
+
+    def way(self, num_tokens: int, machine: Machine) -> Way:
+        """How so many tokens are computed on a device."""
+        if num_tokens == 1 and self._fits_one(machine):
+            return ONE
+        expected = num_tokens * self.top_k / self.experts
+        if machine.capability == _WARPGROUPS and expected > _PANELS_FROM:
+            return PANEL
+        return FEW if num_tokens < _FEW_TOKENS else SortedWay(sorted_rows(expected))
+
+    def one_specs(self, way: OneWay, multiprocessors: int) -> tuple[KernelSpec, KernelSpec]:
+        """Both kernels of a single token."""
+        macros = {"WARPS": way.warps, "DEPTH": way.depth, "BLOCKS": multiprocessors, **self.macros()}
+        up, down = self._one_bytes(way)
+        first = spec("moe_one", "moe_gate_up_one", "ppppp", up, **macros)
+        second = spec("moe_one", "moe_down_one", "pppppp", down, **macros)
+        return replace(first, beside=True), replace(second, beside=True)
+
+    def _fits_one(self, machine: Machine) -> bool:
+        """Whether both kernels of a single token find their memory and registers on a device."""
+        tiles, blocks = self.inner // TILE, machine.multiprocessors
+        pairs = -(-self.pieces * tiles // blocks) + -(-self.top_k * tiles // blocks)
+        limit = _SHARED_BYTES.get(machine.capability, _LEAST_SHARED_BYTES)
+        return pairs <= _MOST_PAIRS and max(self._one_bytes(ONE)) <= limit
+
+    def _one_bytes(self, way: OneWay) -> tuple[int, int]:
+        units = (self.top_k + self.pieces) * (self.inner // self.unit)
+        lines = -(-units // way.warps) * way.warps * self.unit * 2
+        return way.warps * way.depth * 2 * self._tile_bytes, units * self._tile_bytes + lines
+
+    def product(self, name: str, way: SortedWay | PanelWay) -> tuple[KernelSpec, int, int]:
+        """`moe_gate_up` or `moe_down` over sorted tokens: the kernel, its threads, and the outputs of a block."""
+        up = name == "moe_gate_up"
+        if isinstance(way, SortedWay):
+            of_block = TILE * (way.warps if up else 2 * way.warps) if way.wide else TILE
+            return self.sorted_spec(f"{name}_wide" if way.wide else name, way), way.warps * 32, of_block
+        rows = way.warpgroups * 64
+        warp_bytes = CHUNK // 2 * TILE + max(1, CHUNK // self.group) * TILE * 4
+        staged = way.stages * (way.rows * CHUNK * 2 + rows // TILE * warp_bytes)
+        made = way.rows * (rows + 4) * 4
+        wanted = spec(
+            "moe_panel", f"{name}_panel", _SORTED, max(staged, made), TOKENS=way.rows, WARPGROUPS=way.warpgroups,
+            STAGES=way.stages, BLOCKS=way.blocks, **self.macros(),
+        )  # fmt: skip
+        return wanted, way.warpgroups * 128, rows // 2 if up else rows
+
+    def sorted_spec(self, name: str, way: SortedWay) -> KernelSpec:
+        """A kernel of `sources/moe.cu`."""
+        rows = {"moe_gate_up": self.hidden, "moe_down": self.inner}.get(name, 0)
+        if name.endswith("_wide"):
+            shared = _STAGES * way.rows * (self.unit + _PAD) * 2
+        elif rows:  # staged rows, or the warps' sums that take their place
+            sums = (2 if name == "moe_gate_up" else 1) * way.warps * way.rows // 8 * 512
+            shared = max(way.rows * (padded(rows, self.unit) + _PAD) * 2, sums)
+        else:
+            shared = 0
+        signature = {"moe_sort": "ppppi", "moe_combine": "ppppl"}.get(name, _SORTED)
+        return spec(
+            "moe", name, signature, shared, ROWS=way.rows, WARPS=way.warps, DEPTH=way.depth, **self.macros()
+        )  # fmt: skip
