@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from compiled.kernels import (
     AMPERE,
@@ -20,18 +22,21 @@ from deepseek_tgi.kv.pool import KVPool
 
 BF16 = torch.bfloat16
 MATRIX_HALF = r"HMMA\.16816\.F32"
+EIGHT_BYTES = r"LDG\.E\.(.*\.)?64.*"
 TURN = r"MOVM\.16\.MT88"
 
 
 def kernel(
-    mode: str, width: int, ratio: int, archs: tuple[str, ...] = (HOPPER, AMPERE), *, centred: bool = False
-) -> CudaKernel:
+    mode: str, width: int, ratio: int, archs: tuple[str, ...] = (HOPPER, AMPERE), *, centred: bool = False,
+    fused: bool = False, cluster: int = 1,
+) -> CudaKernel:  # fmt: skip
     """The kernel of heads of `width` elements, with as many registers as its blocks leave a thread."""
-    shape = DecodeShape(mode, width, width, 16, ratio, BF16, BF16, centred)
-    tiling = shape.tiling()
+    shape = DecodeShape(mode, width, width, 16, ratio, BF16, BF16, centred, fused)
+    tiling = replace(shape.tiling(fused or cluster > 1), cluster=cluster)
     matrix = MATRIX_BF16 if mode == "bfloat16" else MATRIX_HALF
     registers = min(255, 65536 // (tiling.warps * 32 * tiling.blocks) // 8 * 8)
-    return CudaKernel(shape.spec(tiling), registers, (WIDE_LOAD, matrix, TURN), archs)
+    load = EIGHT_BYTES if mode == "int4" and width == 64 else WIDE_LOAD  # a key's row is four loads of a lane or fewer
+    return CudaKernel(shape.spec(tiling), registers, (load, matrix, TURN), archs)
 
 
 CUDA = [
@@ -45,6 +50,11 @@ CUDA = [
     kernel("int4", 128, 4, (HOPPER,), centred=True),
     kernel("int4", 64, 7, (HOPPER,), centred=True),
     kernel("int8", 128, 7, (HOPPER,), centred=True),
+    kernel("bfloat16", 128, 4, (HOPPER,), fused=True, cluster=8),
+    kernel("int8", 128, 4, (HOPPER,), fused=True, cluster=8),
+    kernel("int8", 128, 7, (HOPPER,), centred=True, fused=True, cluster=8),
+    kernel("fp8_e4m3fn", 128, 4, (HOPPER,), fused=True, cluster=2),
+    kernel("int4", 128, 4, (HOPPER,), cluster=8),
 ]
 
 

@@ -13,7 +13,8 @@ from oracles import kernels as oracle
 
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import ComputeDtype
-from deepseek_tgi.kernels.paged_attention.cuda import PagedDecode
+from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec
+from deepseek_tgi.kernels.paged_attention.cuda import PagedDecode, shared_limit
 from deepseek_tgi.kernels.select import select_kernels
 from deepseek_tgi.kv.layout import KVLayout, KVMode
 from deepseek_tgi.kv.pool import KVPool
@@ -135,6 +136,19 @@ def test_blocks_share_contexts_in_any_way() -> None:
 
 
 @EVERY_MODE
+def test_clusters_take_contexts_together(mode: KVMode) -> None:
+    """Twice with the launch that may: where it does, and where contexts are too unlike."""
+    case = make_case(mode, [1, 700, 20, 260], 6, 2)
+    decode = PagedDecode(EmulatedPrograms(), 16, CPU, (8, 4, 2))
+    for more_pieces in (9, -9):
+        out = torch.full((4, 6, 64), float("nan"))
+        decode.launch(
+            (case.q, out), case.pool.view(1), case.inputs, scale=case.scale, more_pieces=more_pieces, least_tokens=128
+        )
+        assert_near(out, case, mode)
+
+
+@EVERY_MODE
 def test_no_nan_where_numbers_are_huge_or_tiny(mode: KVMode) -> None:
     """Scores in the thousands: weights collapse on one token, and none is NaN."""
     case = make_case(mode, [200, 33], 8, 2, spread=300.0)
@@ -181,3 +195,24 @@ def test_int4_scales_beyond_half_precision() -> None:
     case.q[:] *= 1e-4
     got, want = attend(case).double().numpy(), expected(case)
     assert np.abs(got - want).max() <= 2.0**-9 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_a_block_asks_for_no_more_shared_memory_than_there_is(capability: int, width: int) -> None:
+    """Limits: CUDA C++ programming guide, technical specifications by compute capability."""
+    limit = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}[capability] * 1024
+    wanted: list[int] = []
+
+    class Recorder:
+        def kernel(self, spec: KernelSpec) -> Kernel:
+            wanted.append(spec.shared_bytes)
+            return lambda *_, **__: None
+
+    decode = PagedDecode(Recorder(), 132, CPU, (8, 4, 2) if capability >= 90 else (), shared_limit(capability))
+    for batch in (1, 300):
+        pages = KVPool(KVLayout(1, 2, width, width, KVMode.INT4), 1).view(0)
+        inputs = decode_inputs(torch.zeros(batch, 1, dtype=torch.int32), [5] * batch)
+        q = torch.zeros(batch, 8, width).bfloat16()
+        decode(q, pages, inputs, 1.0, torch.empty_like(q))
+    assert max(wanted) <= limit

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import ACTIVATIONS
-from deepseek_tgi.kernels.cuda.heads import MODES, page_bytes
+from deepseek_tgi.kernels.cuda.heads import MODES, Norms, page_bytes
 from deepseek_tgi.kernels.cuda.machine import machine_of
-from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec, Programs, spec
-from deepseek_tgi.kernels.frame import Frame, PlacedFrame
+from deepseek_tgi.kernels.cuda.program import Argument, Kernel, KernelSpec, Programs, spec
+from deepseek_tgi.kernels.frame import PlacedFrame
 from deepseek_tgi.kernels.paged_attention import PagedAttention, check_paged_attention
+from deepseek_tgi.kernels.paged_attention.turns import NO_TURNS, TurnTables
 from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kernels.select import KernelSet
 
@@ -21,18 +23,37 @@ logger = logging.getLogger(__name__)
 
 HEAD_UNIT, LARGEST_HEAD = 32, 256
 INT4_HEADS = frozenset({64, 128, 256})
-INT4_TABLE_BYTES = (48 << 10) + 256
-"""A table of 32 KiB, and as much more as makes the driver allow what the kernel has besides."""
+INT4_TABLE_BYTES = 64 << 10
+CLUSTERS = (8, 4, 2)
+"""Blocks that may take a group's context together; 8 is what every GPU with clusters can do."""
+CLUSTERED_PART = 7 / 8
+"""Of the multiprocessors, what clusters of more than two are sure to find room on all at once (an H200: 15 of 8 where
+132 / 8 is 16): blocks share contexts of any length evenly, so one that comes late costs as much as all others.
+"""
+SHARED_BYTES = 227 << 10
+"""What a block may have on the GPUs this is tuned for."""
 LEAST_TOKENS = 256
 """What a block takes at least: fewer tokens cost more in putting the parts together than they win."""
-_SIGNATURE = "plppppl" + "pipii" + "fpppi" + "pppii"
+MORE_PIECES = 2
+"""By how many pieces a block of a cluster may have more than an equal share, and be done sooner for all that."""
+_SIGNATURE = "plppppl" + "pipii" + "fpppii" + "pppipi" + "plpl" + "ppf" + "ppff"
 
 
 def provide(kernels: KernelSet) -> KernelSet:
     """Decode steps on CUDA C++, prompts as before."""
     machine = machine_of(kernels.device)
-    decode = PagedDecode(machine.programs, machine.multiprocessors, kernels.device)
+    decode = PagedDecode(
+        machine.programs, machine.multiprocessors, kernels.device, CLUSTERS if machine.capability >= 90 else (),
+        shared_limit(machine.capability),
+    )  # fmt: skip
     return replace(kernels, paged_attention=PagedAttentionOp(decode, kernels.paged_attention))
+
+
+def shared_limit(capability: int) -> int:
+    """Bytes of shared memory that a block may have (CUDA programming guide, technical specifications)."""
+    if 90 <= capability < 120:
+        return SHARED_BYTES
+    return (163 if capability in (80, 87) else 99) << 10
 
 
 class PagedAttentionOp:
@@ -42,6 +63,29 @@ class PagedAttentionOp:
         self._decode = decode
         self._others = others
         self._said: set[str] = set()
+
+    def takes_heads(self, q: torch.Tensor, pages: LayerPages, inputs: ForwardInputs, out: torch.Tensor) -> bool:
+        """Whether `attend_heads` does this step: one of few requests, where launches and latencies are most."""
+        decodes = inputs.max_seqlen == 1 and q.shape[0] == inputs.cache_lens.shape[0] > 0
+        if not decodes or pages.mode == "int4":
+            return False
+        shape = decode_shape(q, pages, out)
+        return shape.unfit is None and self._decode.is_few(shape, pages, q.shape[0])
+
+    def attend_heads(
+        self,
+        q: torch.Tensor,
+        new: NewHeads,
+        pages: LayerPages,
+        inputs: ForwardInputs,
+        *,
+        scale: float,
+        out: torch.Tensor,
+        placed: PlacedFrame | None,
+    ) -> None:
+        """Norm, rotation, the write of the new token and attention, one launch; q and `new` stay as they are."""
+        check_paged_attention(q, pages, inputs, out, placed, dtypes=ACTIVATIONS)
+        self._decode.launch((q, out), pages, inputs, scale=scale, placed=placed, new=new)
 
     def __call__(
         self,
@@ -72,12 +116,25 @@ class PagedAttentionOp:
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a kernel cuts its work: 16-token tiles a warp holds at a time, warps of a block, blocks a multiprocessor has
-    registers for.
+    registers for, blocks of a cluster.
     """
 
     tiles: int
     warps: int
     blocks: int
+    cluster: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NewHeads:
+    """A decode step's keys `[B, G, Dk]` and values `[B, G, Dv]` as projected, dense heads, and what is done to them."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    cos_sin: torch.Tensor
+    norms: Norms | None = None
+    k_scale: float | None = None
+    v_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +149,7 @@ class DecodeShape:
     q_dtype: torch.dtype
     out_dtype: torch.dtype
     centred: bool = False
+    fused: bool = False
 
     @property
     def unfit(self) -> str | None:
@@ -126,89 +184,50 @@ class DecodeShape:
             return Tiling(1, 4, 2)
         if MODES[self.mode] < 2:
             return Tiling(1, 8, 1) if few else Tiling(2, 4, 2)
+        if self.mode == "int4":
+            return Tiling(1, 8, 2) if few or self.centred else Tiling(2, 12, 1)
         if self.centred:
-            return Tiling(1, 4, 3)
-        return Tiling(2, 4, 3) if self.mode == "int4" else Tiling(1, 8, 2)
+            return Tiling(1, 4, 2) if self.fused else Tiling(1, 4, 3)
+        return Tiling(1, 8, 2)
 
     def spec(self, tiling: Tiling) -> KernelSpec:
         """The kernel."""
-        table = INT4_TABLE_BYTES if self.mode == "int4" else 0
+        shared = self.shared_bytes(tiling)
         return spec(
-            "paged_decode", "paged_decode", _SIGNATURE, table, MODE=MODES[self.mode], DK=self.k_dim, DV=self.v_dim,
+            "paged_decode", "paged_decode", _SIGNATURE, shared, MODE=MODES[self.mode], DK=self.k_dim, DV=self.v_dim,
             BLOCK=self.block_size, RATIO=self.ratio, NT=self.query_tiles, WARPS=tiling.warps, TILES=tiling.tiles,
-            BLOCKS=tiling.blocks, Q_BF16=int(self.q_dtype == torch.bfloat16),
-            OUT_BF16=int(self.out_dtype == torch.bfloat16), CENTRE=int(self.centred),
+            BLOCKS=tiling.blocks, CLUSTER=tiling.cluster, SHARED=shared, Q_BF16=int(self.q_dtype == torch.bfloat16),
+            OUT_BF16=int(self.out_dtype == torch.bfloat16), CENTRE=int(self.centred), FUSED=int(self.fused),
         )  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """What the kernel adds keys' centre with; see `TurnTables`."""
-
-    centre: torch.Tensor | None = None
-    table: torch.Tensor | None = None
-    pairs: torch.Tensor | None = None
-    steps: int = 0
-    rotary: int = 0
-
-
-NO_TURNS = Turns()
-
-
-class TurnTables:
-    """Tables of cosines and sines, and the pairs of elements that a centre has: each made once and kept.
-
-    `table [P, R/2 + 1, 4] float16` is cos and sin of each pair, then what rounding left of them; the last pair is 1 and
-    0, for what does not turn. `pairs [G, 4 n] int32` has -1 behind a head's last.
-    """
-
-    def __init__(self) -> None:
-        self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._turns: dict[int, tuple[Frame, Turns]] = {}
-
-    def of(self, placed: PlacedFrame, pages: LayerPages) -> Turns:
-        """Those of a frame with a centre. Asks the device the first time."""
-        frame, cos_sin = placed.frame, placed.cos_sin
-        kept = self._turns.get(id(frame))
-        if kept is None or kept[0] is not frame or kept[1].rotary != cos_sin.shape[1]:
-            assert frame.centre is not None, "only frames with a centre turn"
-            pairs = _pairs(frame.centre, cos_sin.shape[1], still=pages.mode == "int4")
-            kept = (frame, Turns(frame.centre, None, pairs, pairs.shape[1] // 4, cos_sin.shape[1]))
-            self._turns[id(frame)] = kept
-        return replace(kept[1], table=self._table(cos_sin))
-
-    def _table(self, cos_sin: torch.Tensor) -> torch.Tensor:
-        for source, table in self._tables:
-            if source is cos_sin:
-                return table
-        still = torch.tensor([1.0, 0.0], device=cos_sin.device).expand(len(cos_sin), 1, 2)
-        wide = torch.cat((torch.stack(cos_sin.chunk(2, 1), 2), still), 1)  # [P, R/2 + 1, 2]
-        high = wide.half()
-        table = torch.cat((high, (wide - high.float()).half()), 2).contiguous()
-        self._tables.append((cos_sin, table))
-        return table
-
-
-def _pairs(centre: torch.Tensor, rotary: int, *, still: bool) -> torch.Tensor:
-    """Indices of the pairs of each head that are not zero, padded; with `still`, one for all that does not turn."""
-    half = rotary // 2
-    first, second, rest = centre[:, :half], centre[:, half:rotary], centre[:, rotary:]
-    present = (first != 0) | (second != 0)
-    if still:
-        present = torch.cat((present, (rest != 0).any(1, keepdim=True)), 1)
-    found = [row.nonzero().flatten().tolist() for row in present]
-    width = max(1, -(-max(map(len, found)) // 4)) * 4
-    padded = [row + [-1] * (width - len(row)) for row in found]
-    return torch.tensor(padded, dtype=torch.int32, device=centre.device)
+    def shared_bytes(self, tiling: Tiling) -> int:
+        """Of the kernel's own struct, which says so if it is more, and of the table of levels."""
+        words = tiling.warps * self.rows * (self.v_dim + 6) + self.rows * (self.k_dim // 2 + 3) + 16
+        words += (self.k_dim + self.v_dim) // 2 + 2  # a key and a value as stored
+        words += self.k_dim * (self.fused + self.centred)  # a row of cosines and sines, a centre
+        if self.centred:
+            words += self.query_tiles * (68 * (self.k_dim // 8 + 4) + 8)
+        table = INT4_TABLE_BYTES if self.mode == "int4" else 0
+        return table + -(-4 * words // 64) * 64
 
 
 class PagedDecode:
     """One query token a request over its pages. Owner of the kernels' workspace; one call at a time on one stream."""
 
-    def __init__(self, programs: Programs, num_processors: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        programs: Programs,
+        num_processors: int,
+        device: torch.device,
+        clusters: Sequence[int] = (),
+        most_shared: int = SHARED_BYTES,
+    ) -> None:
+        """`clusters`: how many blocks may go together, most first; `most_shared`: bytes of a block's shared memory."""
         self._programs = programs
         self._num_processors = num_processors
         self._device = device
+        self._clusters = clusters
+        self._most_shared = most_shared
         self._kernels: dict[tuple[DecodeShape, Tiling], Kernel] = {}
         self._turns = TurnTables()
         self._parts: dict[int, torch.Tensor] = {}
@@ -235,30 +254,53 @@ class PagedDecode:
         *,
         scale: float,
         placed: PlacedFrame | None = None,
+        new: NewHeads | None = None,
         tiling: Tiling | None = None,
         least_tokens: int = LEAST_TOKENS,
+        more_pieces: int = MORE_PIECES,
     ) -> None:
-        """The same for queries and outputs `rows`; another `tiling` and `least_tokens` are for measuring."""
+        """The same for queries and outputs `rows`, with `new` heads as they come from their projection.
+
+        Other `tiling`, `least_tokens` and `more_pieces` are for measuring.
+        """
         q, out = rows
         centred = pages.quantised and placed is not None and placed.frame.centre is not None
-        shape = replace(decode_shape(q, pages, out), centred=centred)
+        shape = replace(decode_shape(q, pages, out), centred=centred, fused=new is not None)
         turns = self._turns.of(placed, pages) if centred and placed is not None else NO_TURNS
         batch, groups = inputs.cache_lens.shape[0], pages.num_heads * shape.groups
-        cut = tiling or shape.tiling(batch * groups < self._num_processors)
-        num_blocks = self._num_processors * cut.blocks
+        cut = tiling or self._tiling(shape, batch * groups)
+        num_blocks = self._clusters_of(cut, cut.cluster) * cut.cluster
         least_pieces = max(1, least_tokens // (16 * cut.tiles * cut.warps))
         self._kernel(shape, cut)(
-            (num_blocks, 1, 1),
+            (num_blocks // cut.cluster, cut.cluster, 1),
             cut.warps * 32,
             (
                 q, q.stride(0), pages.k, pages.v, pages.k_scale, pages.v_scale, page_bytes(pages),
                 inputs.block_tables, inputs.block_tables.stride(0), inputs.cache_lens, batch, pages.num_heads,
                 scale, out, self._workspace(num_blocks, shape.rows * (shape.v_dim + 2)),
-                self._counters(batch * groups), least_pieces,
-                turns.centre, turns.table, turns.pairs, turns.steps, turns.rotary,
+                self._counters(batch * groups), least_pieces, more_pieces,
+                turns.centre, turns.table, turns.pairs, turns.steps,
+                *((None, turns.rotary, *_NO_HEADS) if new is None else _heads(new, inputs)),
             ),
-            overlap=True,
+            overlap=_recorded(self._device),
         )  # fmt: skip
+
+    def is_few(self, shape: DecodeShape, pages: LayerPages, batch: int) -> bool:
+        """Whether requests and heads are fewer than multiprocessors."""
+        return batch * pages.num_heads * shape.groups < self._num_processors
+
+    def _tiling(self, shape: DecodeShape, groups: int) -> Tiling:
+        """The shape's own as far as shared memory goes, in clusters where there is one for every group."""
+        cut = shape.tiling(groups < self._num_processors)
+        while shape.shared_bytes(cut) > self._most_shared and cut.warps > 2:
+            cut = replace(cut, warps=cut.warps // 2)
+        fitting = (size for size in self._clusters if groups <= self._clusters_of(cut, size))
+        return replace(cut, cluster=next(fitting, 1))
+
+    def _clusters_of(self, cut: Tiling, size: int) -> int:
+        """How many clusters of `size` blocks there are room for at once. Neighbours are always two."""
+        blocks = self._num_processors * cut.blocks
+        return blocks // size if size <= 2 else int(blocks * CLUSTERED_PART) // size
 
     def _kernel(self, shape: DecodeShape, tiling: Tiling) -> Kernel:
         found = self._kernels.get((shape, tiling))
@@ -278,6 +320,22 @@ class PagedDecode:
         if not self._arrived or self._arrived[-1].numel() < count:
             self._arrived.append(torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=self._device))
         return self._arrived[-1]
+
+
+_NO_HEADS: tuple[Argument, ...] = (None, 0, None, 0, None, None, 0.0, None, None, 0.0, 0.0)
+
+
+def _heads(new: NewHeads, inputs: ForwardInputs) -> tuple[Argument, ...]:
+    norms = (None, None, 0.0) if new.norms is None else (new.norms.q, new.norms.k, new.norms.eps)
+    return (
+        new.cos_sin, new.cos_sin.shape[1], new.k, new.k.stride(0), new.v, new.v.stride(0), *norms, inputs.positions,
+        inputs.slots, -1.0 if new.k_scale is None else new.k_scale, -1.0 if new.v_scale is None else new.v_scale,
+    )  # fmt: skip
+
+
+def _recorded(device: torch.device) -> bool:
+    """Whether the launch goes into a graph: then nothing ahead of it wrote what it reads before it waits."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def decode_shape(q: torch.Tensor, pages: LayerPages, out: torch.Tensor) -> DecodeShape:

@@ -1,4 +1,4 @@
-"""The fused call in CUDA C++: one launch up to the write into pages, then attention."""
+"""The fused call in CUDA C++: one launch for few requests, else one up to the write into pages, then attention."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from deepseek_tgi.kernels.common import ACTIVATIONS, describe, named, refuse
 from deepseek_tgi.kernels.cuda.heads import STORED_MODES, HeadWriter, Norms, Turns
 from deepseek_tgi.kernels.cuda.machine import machine_of
 from deepseek_tgi.kernels.frame import Frame, PlacedFrame, check_frame
+from deepseek_tgi.kernels.paged_attention.cuda import NewHeads, PagedAttentionOp
 from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kernels.qkv_attention import HeadNorms, QkvAttention
 from deepseek_tgi.kernels.qkv_attention.composed import ComposedQkvAttention
@@ -60,6 +61,12 @@ class QkvAttentionOp:
         if placed is not None:
             check_frame("qkv_attention", pages, placed)
         norms = None if head_norms is None else Norms(head_norms.q, head_norms.k, head_norms.eps)
+        attention = self._attention
+        if isinstance(attention, PagedAttentionOp) and attention.takes_heads(q, pages, inputs, out):
+            scales = (None, None) if frame is None else (frame.k_scale, frame.v_scale)
+            new = NewHeads(k, v, cos_sin, norms, *scales)
+            attention.attend_heads(q, new, pages, inputs, scale=scale, out=out, placed=placed)
+            return out
         turns = Turns(inputs.positions, cos_sin, rotates=True)
         self._writer(q, k, v, pages, inputs.slots, turns=turns, norms=norms, frame=frame)
         return self._attention(q, pages, inputs, scale, out, placed=placed)

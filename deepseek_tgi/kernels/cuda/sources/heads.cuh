@@ -11,6 +11,7 @@
 #include "device.cuh"
 
 #define PARAM_BYTES (MODE == 4 ? 16 : MODE == 2 ? 4 : 2)
+#define PARAMS (MODE == 2 ? 4 : MODE == 3 ? 2 : 0)  // bytes of a vector's scale and zero
 #define SCALED (MODE == 2 || MODE == 3)  // a vector has one scale
 #define AS_HALVES (MODE != 0)
 
@@ -21,7 +22,7 @@ constexpr int row_of(int width) { return MODE < 2 ? 2 * width : MODE == 4 ? widt
 constexpr int K_ROW = row_of(DK), V_ROW = row_of(DV);
 constexpr int K_LOAD = widest(K_ROW, 4), V_LOAD = widest(V_ROW, 8);
 constexpr int K_WORDS = K_ROW / 16, V_WORDS = V_ROW / 32;  // words of a row that a lane holds
-constexpr int K_STEPS = DK / 16, V_TILES = DV / 16;
+constexpr int K_STEPS = DK / 16, V_TILES = MODE == 4 ? DV / 32 : DV / 16;
 static_assert(DK % 32 == 0 && DV % 32 == 0, "heads are whole multiples of 32 elements");
 static_assert(MODE != 4 || ((DK & -DK) == DK && (DV & -DV) == DV && DK >= 64 && DV >= 64), "INT4 heads: 64, 128, 256");
 
@@ -112,8 +113,9 @@ DEVICE void cut_values(ValueTile& tile, int count) {
 
 // --- INT4 -----------------------------------------------------------------------------------------------------------
 // What a byte of two codes stands for, as halves, for every byte and lane: a lane reads its own bank of shared memory.
-// Arithmetic on codes costs more: integer instructions are what a multiprocessor has fewest of.
-constexpr int LEVEL_TABLE_BYTES = 256 * 32 * 4;
+// Arithmetic on codes costs more: integer instructions are what a multiprocessor has fewest of. Rows of the table are 256
+// bytes apart, twice what they hold: so one permutation makes an address of a code byte and the lane's bank.
+constexpr int LEVEL_ROW = 256, LEVEL_TABLE_BYTES = 256 * LEVEL_ROW;
 DEVICE float level_of(int code) {
   const int i = code < 8 ? 7 - code : code - 8;
   const float low = i < 2 ? (i < 1 ? 6.0f : 18.0f) : i < 3 ? 31.0f : 45.0f;
@@ -121,16 +123,18 @@ DEVICE float level_of(int code) {
   const float size = i < 4 ? low : high;
   return code < 8 ? -size : size;
 }
-DEVICE void fill_levels(u32* table) {
-  for (int i = threadIdx.x; i < 256 * 32; i += blockDim.x) {
-    const int byte = i / 32;
-    table[i] = half_pair(level_of(byte & 15), level_of(byte >> 4));
+DEVICE void fill_levels(u8* table) {
+  for (int byte = threadIdx.x; byte < 256; byte += blockDim.x) {
+    const u32 pair = half_pair(level_of(byte & 15), level_of(byte >> 4));
+#pragma unroll
+    for (int i = 0; i < 8; i++)  // neighbours begin at other banks
+      *(words4*)(table + byte * LEVEL_ROW + (i + byte) % 8 * 16) = {pair, pair, pair, pair};
   }
 }
 // Byte `byte` of `codes` times `scales`, those of the lower and the upper half of the head.
 DEVICE u32 widen_int4(u32 codes, int byte, u32 scales) {
-  const u32* table = (const u32*)dynamic_shared() + lane_id();
-  return half_mul(table[permute_bytes(codes, 0, 0x4440 + byte) * 32], scales);
+  const u32 at = permute_bytes(codes, 4 * lane_id(), 0x7604 + (byte << 4));
+  return half_mul(*(const u32*)(dynamic_shared() + at), scales);
 }
 // Two scale bytes, a half word each, as halves: 64 times the scale.
 DEVICE u32 int4_scales(u32 bytes) { return bytes << 7; }
@@ -201,6 +205,31 @@ DEVICE u32 widen_int8(u32 codes, u32 selector) {
   return half_sub(permute_bytes(codes, 0x64646464u, selector), 0x64806480u);  // 1024 + code, less 1152
 }
 
+// The new token's row, where it is one of the tile's: `row` of 16, or outside them.
+DEVICE void take_key(KeyTile& tile, const u32* from, int row) {
+  const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    if (g + 8 * half == row) {
+#pragma unroll
+      for (int w = 0; w < K_WORDS; w++)
+        tile.rows[half][w] = from[w / (K_LOAD / 4) * K_LOAD + t * (K_LOAD / 4) + w % (K_LOAD / 4)];
+      if (SCALED) tile.params[half] = from[K_ROW / 4];
+    }
+}
+DEVICE void take_value(ValueTile& tile, const u32* from, int row) {
+  const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (2 * t + i % 2 + 8 * (i / 2) == row)
+#pragma unroll
+      for (int w = 0; w < V_WORDS; w++)
+        tile.rows[i][w] = from[w / (V_LOAD / 4) * (2 * V_LOAD) + g * (V_LOAD / 4) + w % (V_LOAD / 4)];
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    if (SCALED && g + 8 * half == row) tile.params[half] = from[V_ROW / 4];
+}
+
 // Operand of step `step` (16 elements) of the keys.
 DEVICE void key_operand(u32 (&a)[4], const KeyTile& tile, int step) {
 #pragma unroll
@@ -231,15 +260,6 @@ DEVICE void value_operand(u32 (&a)[4], const ValueTile& tile, int index) {
       u32 even = tile.rows[2 * half][index], odd = tile.rows[2 * half + 1][index];
       a[2 * half] = permute_bytes(even, odd, 0x5410);
       a[2 * half + 1] = permute_bytes(even, odd, 0x7632);
-    } else if constexpr (MODE == 4) {
-      u32 x[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int token = 2 * half + i;
-        x[i] = widen_int4(tile.rows[token][index / 4], index % 4, int4_scales(tile.params[token]));
-      }
-      a[2 * half] = permute_bytes(x[0], x[1], 0x5410);
-      a[2 * half + 1] = permute_bytes(x[0], x[1], 0x7632);
     } else {
       u32 even = tile.rows[2 * half][index / 2], odd = tile.rows[2 * half + 1][index / 2];
       u32 both = permute_bytes(even, odd, index % 2 ? 0x7362 : 0x5140);
@@ -253,22 +273,27 @@ DEVICE void value_operand(u32 (&a)[4], const ValueTile& tile, int index) {
     }
   }
 }
+// INT4 values: rows are bytes `value_byte(tile, 0)` and, eight rows on, `value_byte(tile, 1)`; columns are the two elements
+// of a byte, first of tokens 2t, then of 2t + 1, eight tokens further on if `behind`. What multiplies them has a weight
+// in one of two places and nothing in the other, so the product's columns are a query's lower and upper half.
+DEVICE void value_operand(u32 (&a)[4], const ValueTile& tile, int index, int behind) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int token = 2 * behind + i / 2, byte = 2 * index + i % 2;
+    a[i] = widen_int4(tile.rows[token][byte / 4], byte % 4, int4_scales(tile.params[token]));
+  }
+}
+DEVICE int value_byte(int tile, int half) { return lane_id() / 4 * (V_ROW / 8) + 2 * tile + half; }
 // Which element of the value the lane's rows of a tile are.
 DEVICE int value_element(int tile, int half) {
-  if (MODE == 4) return lane_id() / 4 * (V_ROW / 8) + tile + half * (DV / 2);
   constexpr int per_load = MODE < 2 ? V_LOAD / 2 : V_LOAD;
   int held = 2 * tile + half;
   return held / per_load * 8 * per_load + lane_id() / 4 * per_load + held % per_load;
 }
-// Which elements of a head are the lane's four of a step.
-DEVICE int query_element(int step, int i) {
-  constexpr int per_load = MODE < 2 ? K_LOAD / 2 : K_LOAD;
-  if (MODE == 4) {
-    int byte = 2 * step + i / 2;
-    return byte / K_LOAD * 4 * K_LOAD + lane_id() % 4 * K_LOAD + byte % K_LOAD + i % 2 * (DK / 2);
-  }
-  return step * 4 / per_load * 4 * per_load + lane_id() % 4 * per_load + step * 4 % per_load + i;
-}
+// Elements of a head in the order that keys are read in (INT4: both of a byte together); a lane's four of step `step` are
+// those from step * 4 / QUERY_RUN * 4 * QUERY_RUN + t * QUERY_RUN + step * 4 % QUERY_RUN on.
+constexpr int QUERY_RUN = MODE < 2 ? K_LOAD / 2 : MODE == 4 ? 2 * K_LOAD : K_LOAD;
+static_assert(QUERY_RUN % 4 == 0, "four elements of a step lie together");
 
 DEVICE void mma_pages(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   if (AS_HALVES) {

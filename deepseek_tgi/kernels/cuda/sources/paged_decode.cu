@@ -7,6 +7,13 @@
 // next keys while it works on values. The blocks that share a request's group write their parts to `parts`; the one
 // that finishes last (counted in `arrived`, which it sets back to zero) puts them together. The sum's order follows
 // from lengths alone, so results are the same on every run.
+// Where contexts are short and groups few, a cluster of blocks takes each group instead, and its blocks read each
+// other's parts: two trips to memory less. Both ways are in one launch, for a recorded launch meets contexts of any length.
+//
+// FUSED: heads come as the projection made them. Each block norms and rotates its queries; the one with the end of a
+// context does the same to the new key and value, stores them and reads its own copy. What it takes of other tokens it
+// asks for before the projection is done: earlier steps wrote that. Block tables and lengths are older than any kernel
+// of the step in every case.
 //
 // With CENTRE, keys were stored without R_p c, the rotation of a constant to their position. What that adds to a score is
 // a sum over pairs of elements of cos and sin times what query and constant come to: more columns of the product, whose
@@ -16,7 +23,9 @@
 // Scores are in powers of two. INT8: q k = scale (q codes) + zero (sum of q); the scale of a value joins its weight as
 // an exponent, so that weights fit in half precision, and its zero is summed apart. The largest score is followed
 // lazily: sums are scaled again only if a score exceeds it by more than SLACK.
+#define X_BF16 Q_BF16
 #include "heads.cuh"
+#include "head_rows.cuh"
 
 #define QUERIES (8 * NT)
 constexpr int GROUPS = (RATIO + QUERIES - 1) / QUERIES;
@@ -24,215 +33,125 @@ constexpr int STEP = WARPS * TILES * 16;
 constexpr int THREADS = WARPS * 32;
 constexpr int PART_FLOATS = QUERIES * (DV + 2);  // sums, then the largest score and the total of each query
 constexpr int PART_ROW = DV + 4;                 // of a query's sums in shared memory, off by some banks
+constexpr int OUT_HELD = DV / 32;                // elements of a result that a lane has, at lane + 32 j
+constexpr int QUERY_ROW = DK / 2 + 1;            // words
+constexpr bool FACTORS_APART = MODE == 2 && !CENTRE;  // read where they are used: registers are short
 constexpr float SLACK = 8.0f;
+constexpr int V_SETS = MODE == 4 ? (RATIO <= 4 ? 1 : 2 * NT) : NT;  // columns of the product with values, by eight
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr int WIDEST = (DK > DV ? DK : DV) + 4;
-constexpr int MAX_TURNS = DK / 8 + 1;  // steps of four pairs; one pair stands for all that does not turn
+#if CLUSTER > 1
+#define SHAPE __cluster_dims__(1, CLUSTER, 1)
+#else
+#define SHAPE
+#endif
+#include "decode_shares.cuh"
+#include "decode_turns.cuh"
 
-DEVICE int smaller(int a, int b) { return a < b ? a : b; }
-
-DEVICE void store_out(void* out, i64 at, float x) {
-  if (OUT_BF16) {
-    ((u16*)out)[at] = float_bf16(x);
-  } else {
-    ((float*)out)[at] = x;
-  }
-}
-
-// A run of pieces [begin, end) of the contexts of request `request`, for heads of `group` (KV head, then part of it).
-struct Segment {
-  int request, group, begin, end, pieces, first;  // `first` is the flat number of the group's piece 0
-};
-
-// Equal shares of `total` pieces.
-struct Shares {
-  int base, extra;
-};
-DEVICE int start_of(const Shares& shares, int block) { return block * shares.base + smaller(block, shares.extra); }
-DEVICE int owner_of(const Shares& shares, int piece) {
-  int longer = shares.extra * (shares.base + 1);
-  return piece < longer ? piece / (shares.base + 1) : shares.extra + (piece - longer) / shares.base;
-}
-
-DEVICE int pieces_of(const int* cache_lens, int request) { return cache_lens[request] / STEP + 1; }
-
-// The segment that flat piece `at` lies in; `total` becomes the number of all pieces of one group.
-DEVICE int total_pieces(const int* cache_lens, int batch) {
-  int sum = 0;
-  for (int b = lane_id(); b < batch; b += 32) sum += pieces_of(cache_lens, b);
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1) sum += shuffle_xor(sum, mask);
-  return sum;
-}
-DEVICE Segment find_segment(const int* cache_lens, int batch, int groups, int at, int end) {
-  int before = 0;
-  for (int from = 0; from < batch; from += 32) {
-    int b = from + lane_id();
-    int own = b < batch ? pieces_of(cache_lens, b) : 0, upto = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      int other = shuffle(upto, lane_id() - step & 31);
-      if (lane_id() >= step) upto += other;
-    }
-    u32 behind = warp_ballot((before + upto) * groups > at);
-    if (behind) {
-      int lane = first_bit(behind);
-      int pieces = shuffle(own, lane), first = (before + shuffle(upto, lane) - pieces) * groups;
-      int group = (at - first) / pieces, begin = (at - first) % pieces;
-      return {from + lane, group, begin, smaller(pieces, begin + end - at), pieces, first + group * pieces};
-    }
-    before += shuffle(upto, 31);
-  }
-  return {batch, 0, 0, 0, 1, at};
-}
-
-// `rows [QUERIES][width]` times the Hadamard matrix, by the whole block.
-template <int width>
-DEVICE void rotate_rows(float (*rows)[WIDEST]) {
-#pragma unroll 1
-  for (int half = width / 2; half; half /= 2) {
-    block_sync();
-    for (int i = threadIdx.x; i < QUERIES * width / 2; i += THREADS) {
-      float* pair = rows[i / (width / 2)] + i % (width / 2) / half * 2 * half + i % half;
-      const float a = pair[0], b = pair[half];
-      pair[0] = a + b, pair[half] = a - b;
-    }
-  }
-  block_sync();
-}
 // What undoing the rotation of INT4 vectors multiplies by: 2^-ceil(m / 2), and scales lack 1 / 64.
 constexpr float unrotating(int width) { return width == 64 ? 0.125f : 0.0625f; }
 constexpr float K_TURN = unrotating(DK);
 constexpr float K_FACTOR = MODE == 4 ? 1.0f / 64 : 1.0f, V_FACTOR = MODE == 4 ? unrotating(DV) / 64 : 1.0f;
 
-DEVICE float power_below(float magnitude) {  // 2^-e for a magnitude of 2^e or a little more
-  u32 exponent = float_bits(magnitude) >> 23;
-  exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
-  return bits_float((254 - exponent) << 23);
-}
-DEVICE float query_at(const void* q, i64 at) { return Q_BF16 ? bf16_float(((const u16*)q)[at]) : ((const float*)q)[at]; }
-
-// The columns that stand for the centre, for one query: of each pair of elements what goes with cos and sin, in halves.
-struct Turns {
-  u32 high[MAX_TURNS][32], low[MAX_TURNS][32];  // as the matrix instruction wants them
-  float grow[8];
-  int pairs[4 * MAX_TURNS];
-};
-DEVICE void turned_query(float (&c)[2], const void* q, i64 row, const float* centre, int pair, int rotary) {
-  const int half = rotary / 2;
-  c[0] = c[1] = 0.0f;
-  if (pair < 0) return;
-  if (pair == half) {
-    for (int d = rotary; d < DK; d++) c[0] += query_at(q, row + d) * centre[d];
-    return;
-  }
-  const float a = query_at(q, row + pair), b = query_at(q, row + half + pair);
-  c[0] = a * centre[pair] + b * centre[half + pair];
-  c[1] = b * centre[pair] - a * centre[half + pair];
-}
-DEVICE void turn_query(Turns& turns, int query, const void* q, i64 row, const float* centre, const int* pairs, int steps,
-                       int rotary) {
-  float magnitude = 0.0f, c[2];
-  for (int i = lane_id(); i < 4 * steps; i += 32) {
-    turned_query(c, q, row, centre, pairs[i], rotary);
-    magnitude = fmaxf(magnitude, fmaxf(fabsf(c[0]), fabsf(c[1])));
-  }
-  const float shrink = power_below(warp_max(magnitude));
-  for (int i = lane_id(); i < 4 * steps; i += 32) {
-    turned_query(c, q, row, centre, pairs[i], rotary);
-    const float x = c[0] * shrink, y = c[1] * shrink;
-    const u32 high = half_pair(x, y);
-    turns.high[i / 4][4 * query + i % 4] = high;
-    turns.low[i / 4][4 * query + i % 4] = half_pair(x - half_low(high), y - half_high(high));
-    if (query == 0) turns.pairs[i] = pairs[i] < 0 ? 0 : pairs[i];
-  }
-  if (lane_id() == 0) turns.grow[query] = 1.0f / shrink;
-}
-
-struct Running {
-  float sums[V_TILES][NT][4];                              // element, query as the matrix instruction has them
-  float largest[NT][2], total[NT][2], aside[NT][2], top[NT][2];  // of queries 2t and 2t + 1
-};
-
-DEVICE float guarded(float x) { return x == -infinity() ? 0.0f : x; }
-DEVICE float column_max(float x) {
-  x = fmaxf(x, shuffle_xor(x, 4));
-  x = fmaxf(x, shuffle_xor(x, 8));
-  return fmaxf(x, shuffle_xor(x, 16));
-}
-DEVICE float column_sum(float x) {
-  x += shuffle_xor(x, 4);
-  x += shuffle_xor(x, 8);
-  return x + shuffle_xor(x, 16);
-}
-
-// Raises what scores and weighted scores are measured against to those of these tiles; once in a while.
-DEVICE void raise(Running& now, const float (&s)[TILES][NT][4], const float (&bits)[TILES][2]) {
-#pragma unroll
-  for (int n = 0; n < NT; n++)
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float largest = now.largest[n][i], top = now.top[n][i];
-#pragma unroll
-      for (int j = 0; j < TILES; j++) {
-        largest = fmaxf(largest, fmaxf(s[j][n][i], s[j][n][i + 2]));
-        if (SCALED) top = fmaxf(top, fmaxf(s[j][n][i] + bits[j][0], s[j][n][i + 2] + bits[j][1]));
-      }
-      largest = column_max(largest);
-      float factor = exp2_near(now.largest[n][i] - guarded(largest));
-      now.largest[n][i] = largest;
-      now.total[n][i] *= factor;
-      now.aside[n][i] *= factor;
-      if (SCALED) {
-        top = column_max(top);
-        factor = exp2_near(now.top[n][i] - guarded(top));
-        now.top[n][i] = top;
-      }
-#pragma unroll
-      for (int m = 0; m < V_TILES; m++) now.sums[m][n][i] *= factor, now.sums[m][n][i + 2] *= factor;
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    paged_decode(const void* __restrict__ q, i64 q_stride, const u8* __restrict__ k, const u8* __restrict__ v,
-                 const u8* __restrict__ k_params, const u8* __restrict__ v_params, i64 page_bytes,
-                 const int* __restrict__ tables, int columns, const int* __restrict__ cache_lens, int batch, int kv_heads,
-                 float scale, void* __restrict__ out, float* parts, int* arrived, int least_pieces,
-                 const float* __restrict__ centre, const u8* __restrict__ turn_table, const int* __restrict__ turn_pairs,
-                 int turn_steps, int rotary) {
-  __shared__ float shared_sums[WARPS][QUERIES][PART_ROW];
-  __shared__ float shared_largest[WARPS][QUERIES], shared_total[WARPS][QUERIES];
-  __shared__ int shared_last;
+// Behind the table of INT4 levels.
+struct __align__(16) Shared {
+  float sums[WARPS][QUERIES][PART_ROW];  // a warp's; before that a head each, to work on
+  float largest[WARPS][QUERIES], total[WARPS][QUERIES];
+  u32 queries[QUERIES][QUERY_ROW];  // as operands, in the order of keys' elements
+  float factor[QUERIES], query_sum[QUERIES];  // what makes scores of a query's products, and what a zero counts for
   // What is needed again behind the loop, for which registers are too short.
-  __shared__ Segment shared_segment;
-  __shared__ Shares shared_shares;
+  Segment segment;
+  Shares shares;
+  int stop, last;
+  u32 key[K_ROW / 4 + 1], value[V_ROW / 4 + 1];  // the new ones as stored, then their scales
+#if FUSED
+  float turn[DK];  // the row of cosines and sines of the new token's position
+#endif
 #if CENTRE
-  __shared__ Turns shared_turns[NT];
+  float centre[DK];
+  Turns turns[NT];
 #endif
-#if MODE == 4
-  __shared__ float shared_rows[QUERIES][WIDEST];
+};
+static_assert(sizeof(Shared) + (MODE == 4 ? LEVEL_TABLE_BYTES : 0) <= SHARED, "what the launch asks for");
+static_assert(QUERIES * PART_ROW >= LARGEST, "room for a head");
+
+#include "decode_sums.cuh"
+
+// Query `query` of the group as an operand. Half precision needs it near 1, so it is scaled by a power of two.
+DEVICE void lay_query(Shared& shared, int query, float (&x)[HELD], float scale) {
+  const int lane = lane_id();
+  float magnitude = 0.0f, sum = 0.0f, shrink = 1.0f;
+  if constexpr (MODE == 4) {
+#pragma unroll
+    for (int j = 0; j < DK / 32; j++) x[j] *= K_TURN;
+    rotate_head<DK>(x);
+  }
+#pragma unroll
+  for (int j = 0; j < DK / 32; j++) magnitude = fmaxf(magnitude, fabsf(x[j]));
+  if (AS_HALVES) shrink = power_below(warp_max(magnitude));
+#pragma unroll
+  for (int j = 0; j < DK / 32; j++) {
+    const int d = lane + 32 * j, place = MODE == 4 ? d % (DK / 2) * 2 + d / (DK / 2) : d;
+    const u16 operand = (u16)pack_weights(x[j] * shrink, 0.0f);
+    if (MODE == 2) sum += half_float(operand);
+    ((u16*)shared.queries[query])[place] = operand;
+  }
+  if (MODE == 2) sum = warp_sum(sum);
+  const float factor = 1.0f / shrink * (scale * LOG2_E * K_FACTOR);
+  if (lane == 0) shared.factor[query] = factor, shared.query_sum[query] = sum * factor;
+}
+
+#if FUSED
+// One row to a page, from shared memory.
+template <int row_words, int params>
+DEVICE void store_row(u8* rows, u8* scales, const u32* from) {
+  for (int i = lane_id(); i < row_words; i += 32) ((u32*)rows)[i] = from[i];
+  if (lane_id() == 0) {
+    if (params == 4) *(u32*)scales = from[row_words];
+    if (params == 2) *(u16*)scales = (u16)from[row_words];
+  }
+}
 #endif
+
+// Heads are not declared constant (`__restrict__`): a compiler might read them before the wait.
+extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
+    paged_decode(const void* q, i64 q_stride, u8* k, u8* v, u8* k_params, u8* v_params, i64 page_bytes,
+                 const int* __restrict__ tables, int columns, const int* __restrict__ cache_lens, int batch, int kv_heads,
+                 float scale, void* __restrict__ out, float* parts, int* arrived, int least_pieces, int more_pieces,
+                 const float* __restrict__ centre, const u8* __restrict__ turn_table, const int* __restrict__ turn_pairs,
+                 int turn_steps, const float* __restrict__ cos_sin, int rotary, const void* new_k,
+                 i64 k_stride, const void* new_v, i64 v_stride, const float* __restrict__ q_norm,
+                 const float* __restrict__ k_norm, float eps, const int* __restrict__ positions,
+                 const i64* __restrict__ slots, float k_scale, float v_scale) {
+  Shared& shared = *(Shared*)(dynamic_shared() + (MODE == 4 ? LEVEL_TABLE_BYTES : 0));
   const int lane = lane_id(), warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int groups = kv_heads * GROUPS;
 #if MODE == 4
-  fill_levels((u32*)dynamic_shared());
+  fill_levels(dynamic_shared());
 #endif
-  wait_for_earlier();
-  const int total = total_pieces(cache_lens, batch) * groups;
-  const int workers = smaller(gridDim.x, (total + least_pieces - 1) / least_pieces);
-  if ((int)blockIdx.x >= workers) {
-    let_next_start();
-    return;
-  }
-  Shares shares{total / workers, total % workers};
-  if (threadIdx.x == 0) shared_shares = shares;
+  const int flat = blockIdx.x * CLUSTER + blockIdx.y, blocks = gridDim.x * CLUSTER;
+  const Contexts contexts = all_contexts(cache_lens, batch);
+  const int total = contexts.total * groups;
+  const bool together = CLUSTER > 1 && batch * groups <= (int)gridDim.x &&
+                        (contexts.longest + CLUSTER - 1) / CLUSTER <= (total + blocks - 1) / blocks + more_pieces;
+  const int workers = together ? batch * groups * CLUSTER : smaller(blocks, (total + least_pieces - 1) / least_pieces);
+  if (flat >= workers) return;
+  Shares shares{together ? 0 : total / workers, together ? 0 : total % workers};
+  if (threadIdx.x == 0) shared.shares = shares, shared.stop = together ? 1 : start_of(shares, flat + 1);
+  block_sync();
 
-  for (int at = start_of(shares, blockIdx.x); at < start_of(shares, blockIdx.x + 1);) {
-    Segment segment = find_segment(cache_lens, batch, groups, at, start_of(shares, blockIdx.x + 1));
-    if (threadIdx.x == 0) shared_segment = segment;
+  for (int at = together ? 0 : start_of(shares, flat); at < shared.stop;) {
+    Segment segment;
+    if (CLUSTER > 1 && !shares.base) {
+      const int request = blockIdx.x / groups, pieces = pieces_of(cache_lens, request);
+      segment = {request, (int)blockIdx.x % groups, pieces * (int)blockIdx.y / CLUSTER,
+                 pieces * ((int)blockIdx.y + 1) / CLUSTER, pieces, 0};
+    } else {
+      segment = find_segment(cache_lens, batch, groups, at, shared.stop);
+    }
+    if (threadIdx.x == 0) shared.segment = segment;
     const int length = cache_lens[segment.request] + 1;
     const int kv_head = segment.group / GROUPS, first_query = segment.group % GROUPS * QUERIES;
-    const int first_head = kv_head * RATIO + first_query;
+    const int queries = smaller(QUERIES, RATIO - first_query), first_head = kv_head * RATIO + first_query;
     const int* table = tables + (i64)segment.request * columns;
 
     // Pages of the warp's tiles, 32 of them a lane each; the next 32 are asked for in good time.
@@ -242,78 +161,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       return token < length && segment.begin + n / TILES < segment.end ? table[token / BLOCK] : 0;
     };
     int pages = page_of(lane), pages_ahead = page_of(32 + lane);
-
-#if CENTRE
-    for (int query = warp; query < QUERIES; query += WARPS) {
-      const int real = smaller(query, RATIO - first_query - 1);  // what is beyond is computed and not used
-      turn_query(shared_turns[query / 8], query % 8, q, segment.request * q_stride + (i64)(first_head + real) * DK,
-                 centre + kv_head * DK, turn_pairs + kv_head * 4 * turn_steps, turn_steps, rotary);
-    }
-    block_sync();
-#endif
-#if MODE == 4
-    for (int i = threadIdx.x; i < QUERIES * DK; i += THREADS) {
-      const bool real = i / DK < smaller(QUERIES, RATIO - first_query);
-      const i64 row = segment.request * q_stride + (i64)first_head * DK;
-      shared_rows[i / DK][i % DK] = real ? query_at(q, row + i) * K_TURN : 0.0f;
-    }
-    rotate_rows<DK>(shared_rows);
-#endif
-    // The queries as operands. Half precision needs them near 1, so each is scaled by a power of two.
-    u32 operand[NT][K_STEPS][2];
-    float factor[NT][2], query_sum[NT][2];
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-      const bool real = 8 * n + g < smaller(QUERIES, RATIO - first_query);
-      const i64 row = segment.request * q_stride + (i64)(first_head + 8 * n + g) * DK;
-      float x[K_STEPS][4], magnitude = 0.0f, sum = 0.0f, shrink = 1.0f, grow = 1.0f;
-#pragma unroll
-      for (int step = 0; step < K_STEPS; step++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-#if MODE == 4
-          x[step][i] = shared_rows[8 * n + g][query_element(step, i)];
-#else
-          x[step][i] = real ? query_at(q, row + query_element(step, i)) : 0.0f;
-#endif
-          magnitude = fmaxf(magnitude, fabsf(x[step][i]));
-        }
-      }
-      if (AS_HALVES) {
-        magnitude = fmaxf(magnitude, shuffle_xor(magnitude, 1));
-        magnitude = fmaxf(magnitude, shuffle_xor(magnitude, 2));
-        shrink = power_below(magnitude);
-        grow = 1.0f / shrink;
-      }
-#pragma unroll
-      for (int step = 0; step < K_STEPS; step++) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          u32 pair = pack_weights(x[step][2 * i] * shrink, x[step][2 * i + 1] * shrink);
-          operand[n][step][i] = pair;
-          if (MODE == 2) sum += half_low(pair) + half_high(pair);
-        }
-      }
-      sum += shuffle_xor(sum, 1);
-      sum += shuffle_xor(sum, 2);
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        factor[n][i] = shuffle(grow, 4 * (2 * t + i)) * (scale * LOG2_E * K_FACTOR);
-        query_sum[n][i] = shuffle(sum, 4 * (2 * t + i)) * factor[n][i];
-      }
-    }
-
-    Running now;
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        now.largest[n][i] = now.top[n][i] = -infinity(), now.total[n][i] = now.aside[n][i] = 0.0f;
-#pragma unroll
-      for (int m = 0; m < V_TILES; m++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) now.sums[m][n][i] = 0.0f;
-    }
 
     KeyTile keys[TILES];
     ValueTile values[TILES];
@@ -328,32 +175,138 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     auto fetch_keys = [&](int token) {
 #pragma unroll
       for (int j = 0; j < TILES; j++) {
-        const int place = first_place + (token + 16 * j) % BLOCK;
+        const int place = first_place + (BLOCK == 16 ? 0 : (token + 16 * j) % BLOCK);
         load_keys(keys[j], k, k_params, next_page[j] * page_bytes, place);
       }
     };
     auto fetch_values = [&](int token) {
 #pragma unroll
       for (int j = 0; j < TILES; j++) {
-        const int place = first_place + (token + 16 * j) % BLOCK;
+        const int place = first_place + (BLOCK == 16 ? 0 : (token + 16 * j) % BLOCK);
         load_values(values[j], v, v_params, next_page[j] * page_bytes, place);
       }
     };
+#if CENTRE
+    // The rows of cosines and sines of the warp's tokens, asked for in advance: they lie together.
+    auto ask_turns = [&](int token) {
+      const i64 row = (rotary / 2 + 1) * 8, end = smaller(token + 16 * TILES, length) * row;
+      for (i64 at = token * row + lane * 128; at < end; at += 32 * 128) load_kept8(turn_table + at);
+    };
+#endif
     // A warp leaves when its own tiles end: the last piece may hold fewer.
     int iterations = segment.end - segment.begin;
-    if ((segment.end - 1) * STEP + offset >= length) iterations--;
+    if (iterations && (segment.end - 1) * STEP + offset >= length) iterations--;
     int token = segment.begin * STEP + offset;
+    // The new token's row comes with the others as it was; what is stored there replaces it.
+    if (!FUSED) wait_for_earlier();
     if (iterations > 0) {
       turn_to(0);
       fetch_keys(token);
       fetch_values(token);
     }
+    const i64 slot = FUSED && segment.end == segment.pieces ? slots[segment.request] : -1;
+    const bool fresh = FUSED && slot >= 0;
+#if FUSED
+    const float* row_of_turns = cos_sin + (i64)positions[segment.request] * rotary;
+    for (int i = threadIdx.x; i < rotary; i += THREADS) shared.turn[i] = row_of_turns[i];
+#endif
+#if CENTRE
+    for (int i = threadIdx.x; i < DK; i += THREADS) shared.centre[i] = centre[kv_head * DK + i];
+    const int turns_end = (turn_steps + TURN_BATCH - 1) / TURN_BATCH * TURN_BATCH;
+    for (int i = threadIdx.x; i < 4 * turns_end; i += THREADS)
+      shared.turns[0].pairs[i] = i < 4 * turn_steps ? turn_pairs[kv_head * 4 * turn_steps + i] : -1;
+    ask_turns(token);
+#endif
+    if (FUSED) wait_for_earlier();
+    if (FUSED || CENTRE) block_sync();
+
+    // A warp works on one head at a time.
+    float x[HELD] = {}, *own = shared.sums[warp][0];
+#if FUSED
+    if (fresh && warp < 2) {
+      const bool is_value = warp == 1;
+      u32* row = is_value ? shared.value : shared.key;
+      const i64 page = slot / BLOCK * page_bytes;
+      const int place = kv_head * BLOCK + (int)(slot % BLOCK);
+      const bool stores = segment.group % GROUPS == 0;
+      if (is_value) {
+        read_head(x, new_v, segment.request * v_stride + (i64)kv_head * DV, DV);
+        store_vector(x, DV, (u8*)row, (u8*)(row + V_ROW / 4), v_scale);
+        warp_sync();
+        if (stores) store_row<V_ROW / 4, PARAMS>(v + page + place * V_ROW, v_params + page + place * PARAM_BYTES, row);
+      } else {
+        read_head(x, new_k, segment.request * k_stride + (i64)kv_head * DK, DK);
+        norm_and_turn(x, DK, k_norm, eps, true, shared.turn, rotary, own);
+#if CENTRE
+        take_off(x, shared.centre, shared.turn, rotary);
+#endif
+        store_vector(x, DK, (u8*)row, (u8*)(row + K_ROW / 4), k_scale);
+        warp_sync();
+        if (stores) store_row<K_ROW / 4, PARAMS>(k + page + place * K_ROW, k_params + page + place * PARAM_BYTES, row);
+      }
+    }
+#endif
+#pragma unroll 1
+    for (int query = (warp + (fresh ? WARPS - 2 : 0)) % WARPS; query < QUERIES; query += WARPS) {
+      const bool real = query < queries;
+#pragma unroll
+      for (int j = 0; j < HELD; j++) x[j] = 0.0f;
+      if (real) read_head(x, q, segment.request * q_stride + (i64)(first_head + query) * DK, DK);
+#if FUSED
+      if (real) norm_and_turn(x, DK, q_norm, eps, true, shared.turn, rotary, own);
+#endif
+#if CENTRE
+      if (real) {
+#pragma unroll
+        for (int j = 0; j < DK / 32; j++) own[lane + 32 * j] = x[j];
+        warp_sync();
+        turn_query(shared.turns[query / 8], query % 8, own, shared.centre, shared.turns[0].pairs, turns_end, rotary);
+      } else {
+        no_turns(shared.turns[query / 8], query % 8, turns_end);
+      }
+      warp_sync();
+#endif
+      lay_query(shared, query, x, scale);
+    }
+    block_sync();
+    u32 operand[NT][K_STEPS][2];
+    const volatile float *factors = shared.factor, *query_sums = shared.query_sum;
+    float factor[NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+      for (int step = 0; step < K_STEPS; step++) {
+        const int place = step * 4 / QUERY_RUN * 4 * QUERY_RUN + t * QUERY_RUN + step * 4 % QUERY_RUN;
+        operand[n][step][0] = shared.queries[8 * n + g][place / 2];
+        operand[n][step][1] = shared.queries[8 * n + g][place / 2 + 1];
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++) factor[n][i] = FACTORS_APART ? 0.0f : factors[8 * n + 2 * t + i];
+    }
+
+    Running now;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        now.largest[n][i] = now.top[n][i] = -infinity(), now.total[n][i] = now.aside[n][i] = 0.0f;
+    }
+#pragma unroll
+    for (int m = 0; m < V_TILES; m++)
+#pragma unroll
+      for (int n = 0; n < V_SETS; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) now.sums[m][n][i] = 0.0f;
     for (int n = 0; n < iterations; n++, token += STEP) {
       const bool more = n + 1 < iterations;
       if (more) turn_to(n + 1);
+#if CENTRE
+      if (more) ask_turns(token + STEP);
+#endif
       float s[TILES][NT][4], bits[TILES][2], zeros[TILES][2], lift[2];
 #pragma unroll
       for (int j = 0; j < TILES; j++) {
+        if (fresh) take_key(keys[j], shared.key, length - 1 - token - 16 * j);
 #pragma unroll
         for (int m = 0; m < NT; m++) s[j][m][0] = s[j][m][1] = s[j][m][2] = s[j][m][3] = 0.0f;
 #if CENTRE
@@ -362,24 +315,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
           for (int half = 0; half < 2; half++) marked[half] = shuffle(keys[j].params[half], lane & ~3) & 1;
         }
-        float off[NT][4] = {};
-        for (int step = 0; step < turn_steps; step++) {
-          u32 a[4];
+        float off[NT][4] = {}, rest[NT][4] = {};
+        for (int first = 0; first < turn_steps; first += TURN_BATCH) {
+          u32 high[TURN_BATCH][2], low[TURN_BATCH][2];
 #pragma unroll
-          for (int half = 0; half < 2; half++) {
-            const int position = smaller(token + 16 * j + g + 8 * half, length - 1);
-            const words2 turn = load_kept8(
-                turn_table + ((i64)position * (rotary / 2 + 1) + shared_turns[0].pairs[4 * step + t]) * 8);
-            a[half] = turn.x, a[half + 2] = turn.y;
-          }
+          for (int i = 0; i < TURN_BATCH; i++)
 #pragma unroll
-          for (int m = 0; m < NT; m++) {
-            const u32 high = shared_turns[m].high[step][lane];
-            const u32 both[2] = {high, high}, low[2] = {shared_turns[m].low[step][lane], 0};
-            mma_half(off[m], a, both);
-            mma_half(off[m], a, low);
-          }
+            for (int half = 0; half < 2; half++) {
+              const int position = smaller(token + 16 * j + g + 8 * half, length - 1);
+              const int pair = larger(0, shared.turns[0].pairs[4 * (first + i) + t]);
+              const words2 turn = load_kept8(turn_table + ((i64)position * (rotary / 2 + 1) + pair) * 8);
+              high[i][half] = turn.x, low[i][half] = turn.y;
+            }
+#pragma unroll
+          for (int i = 0; i < TURN_BATCH; i++)
+#pragma unroll
+            for (int m = 0; m < NT; m++) {
+              const u32 a[4] = {high[i][0], high[i][1], low[i][0], low[i][1]};
+              const u32 weight = shared.turns[m].high[first + i][lane], both[2] = {weight, weight};
+              mma_half(off[m], a, both);
+              if (i % 2) {
+                const u32 highs[4] = {high[i - 1][0], high[i - 1][1], high[i][0], high[i][1]};
+                const u32 lows[2] = {shared.turns[m].low[first + i - 1][lane], shared.turns[m].low[first + i][lane]};
+                mma_half(rest[m], highs, lows);
+              }
+            }
         }
+#pragma unroll
+        for (int m = 0; m < NT; m++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) off[m][i] += rest[m][i];
 #endif
 #if MODE == 4
         settle(keys[j], lift);
@@ -400,10 +365,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
               float& score = s[j][m][2 * half + i];
-              score *= key_scale * factor[m][i];
-              if (MODE == 2) score += query_sum[m][i] * key_zero;
+              score *= key_scale * (FACTORS_APART ? factors[8 * m + 2 * t + i] : factor[m][i]);
+              if (MODE == 2) score += query_sums[8 * m + 2 * t + i] * key_zero;
 #if CENTRE
-              const float more = off[m][2 * half + i] * (shared_turns[m].grow[2 * t + i] * (scale * LOG2_E));
+              const float more = off[m][2 * half + i] * (shared.turns[m].grow[2 * t + i] * (scale * LOG2_E));
               if (marked[half]) score += more;
 #endif
             }
@@ -413,6 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       const bool cut = token + 16 * TILES > length;
 #pragma unroll
       for (int j = 0; j < TILES; j++) {
+        if (fresh) take_value(values[j], shared.value, length - 1 - token - 16 * j);
         if (cut) cut_values(values[j], length - token - 16 * j);
 #if MODE == 4
         settle(values[j], lift);
@@ -456,6 +422,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
           weights[m][0] = turn_tile(pack_weights(w[0], w[1]));
           weights[m][1] = turn_tile(pack_weights(w[2], w[3]));
         }
+#if MODE == 4
+        // A query's weights go to two columns: alone with the lower elements, and alone with the upper ones.
+        u32 spread[V_SETS][2][2];
+#pragma unroll
+        for (int n = 0; n < V_SETS; n++)
+#pragma unroll
+          for (int behind = 0; behind < 2; behind++) {
+            const u32 pair = shuffle(weights[n / 2][behind], (n % 2 * 4 + g / 2) * 4 + t);
+            spread[n][behind][0] = permute_bytes(pair, 0, g % 2 ? 0x1044 : 0x4410);
+            spread[n][behind][1] = permute_bytes(pair, 0, g % 2 ? 0x3244 : 0x4432);
+          }
+#pragma unroll
+        for (int tile = 0; tile < V_TILES; tile++)
+#pragma unroll
+          for (int behind = 0; behind < 2; behind++) {
+            u32 a[4];
+            value_operand(a, values[j], tile, behind);
+#pragma unroll
+            for (int n = 0; n < V_SETS; n++) mma_half(now.sums[tile][n], a, spread[n][behind]);
+          }
+#else
 #pragma unroll
         for (int tile = 0; tile < V_TILES; tile++) {
           u32 a[4];
@@ -463,6 +450,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
           for (int m = 0; m < NT; m++) mma_pages(now.sums[tile][m], a, weights[m]);
         }
+#endif
       }
       if (more) fetch_values(token + STEP);
     }
@@ -475,92 +463,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const int query = 8 * m + 2 * t + i;
         float sum = column_sum(now.total[m][i]), aside = MODE == 2 ? column_sum(now.aside[m][i]) : 0.0f;
         float size = SCALED ? exp2_near(now.top[m][i] - guarded(now.largest[m][i])) : 1.0f;
-        if (g == 0) shared_largest[warp][query] = now.largest[m][i], shared_total[warp][query] = sum;
+        if (g == 0) shared.largest[warp][query] = now.largest[m][i], shared.total[warp][query] = sum;
+#if MODE != 4
 #pragma unroll
         for (int tile = 0; tile < V_TILES; tile++)
 #pragma unroll
           for (int half = 0; half < 2; half++)
-            shared_sums[warp][query][value_element(tile, half)] = now.sums[tile][m][i + 2 * half] * size + aside;
+            shared.sums[warp][query][value_element(tile, half)] = now.sums[tile][m][i + 2 * half] * size + aside;
+#endif
       }
+#if MODE == 4
+#pragma unroll
+    for (int n = 0; n < V_SETS; n++)
+#pragma unroll
+      for (int tile = 0; tile < V_TILES; tile++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          shared.sums[warp][4 * n + t][value_byte(tile, i / 2) + i % 2 * (DV / 2)] = now.sums[tile][n][i];
+#endif
     block_sync();
-    segment = shared_segment, shares = shared_shares;
-    at = segment.first + segment.end;
-    const int query_part = segment.group % GROUPS * QUERIES, queries = smaller(QUERIES, RATIO - query_part);
-    const bool whole = segment.begin == 0 && segment.end == segment.pieces;
-    float* part = parts + (i64)(2 * blockIdx.x + (segment.begin == 0)) * PART_FLOATS;
-    const i64 out_row = (((i64)segment.request * kv_heads + segment.group / GROUPS) * RATIO + query_part) * DV;
-    for (int i = threadIdx.x; i < queries * DV; i += THREADS) {
-      const int query = i / DV, d = i % DV;
-      float largest = -infinity(), sum = 0.0f, amount = 0.0f;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, shared_largest[w][query]);
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) {
-        float weight = exp2_near(shared_largest[w][query] - guarded(largest));
-        sum += weight * shared_sums[w][query][d];
-        amount += weight * shared_total[w][query];
-      }
-      if (whole) {
-#if MODE == 4
-        shared_rows[query][d] = sum / amount * V_FACTOR;
-#else
-        store_out(out, out_row + i, sum / amount);
-#endif
-      } else {
-        part[i] = sum;
-        if (d == 0) part[QUERIES * DV + query] = largest, part[QUERIES * DV + QUERIES + query] = amount;
-      }
-    }
-    if (!whole) {
-      memory_fence();
-      block_sync();
-      const int first = owner_of(shares, segment.first), last = owner_of(shares, segment.first + segment.pieces - 1);
-      int* counter = arrived + segment.request * groups + segment.group;
-      if (threadIdx.x == 0) {
-        shared_last = atomic_add(counter, 1) == last - first;
-        if (shared_last) *counter = 0;
-      }
-      block_sync();
-      if (shared_last) {
-        memory_fence();
-        for (int i = threadIdx.x; i < queries * DV / 4; i += THREADS) {
-          const int query = i * 4 / DV;
-          float largest = -infinity(), amount = 0.0f, sum[4] = {};
-#pragma unroll 8
-          for (int w = first; w <= last; w++) {
-            const float* other = parts + (i64)(2 * w + (w == first)) * PART_FLOATS;
-            largest = fmaxf(largest, load_fresh_float(other + QUERIES * DV + query));
-          }
-#pragma unroll 8
-          for (int w = first; w <= last; w++) {
-            const float* other = parts + (i64)(2 * w + (w == first)) * PART_FLOATS;
-            float weight = exp2_near(load_fresh_float(other + QUERIES * DV + query) - guarded(largest));
-            amount += weight * load_fresh_float(other + QUERIES * DV + QUERIES + query);
-            words4 x = load_fresh(other + 4 * i);
-            sum[0] += weight * bits_float(x.x);
-            sum[1] += weight * bits_float(x.y);
-            sum[2] += weight * bits_float(x.z);
-            sum[3] += weight * bits_float(x.w);
-          }
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-#if MODE == 4
-            shared_rows[query][4 * i % DV + j] = sum[j] / amount * V_FACTOR;
-#else
-            store_out(out, out_row + 4 * i + j, sum[j] / amount);
-#endif
-          }
-        }
-      }
-    }
-#if MODE == 4
-    if (whole || shared_last) {
-      rotate_rows<DV>(shared_rows);
-      for (int i = threadIdx.x; i < queries * DV; i += THREADS) store_out(out, out_row + i, shared_rows[i / DV][i % DV]);
-    }
-#endif
+    segment = shared.segment, shares = shared.shares;
+    at = shares.base ? segment.first + segment.end : 1;
+    finish(shared, segment, shares, kv_heads, out, parts, arrived);
     block_sync();
   }
+  // Not sooner: kernels that come early pile up on the multiprocessors with most room, and wait for the fullest there.
   let_next_start();
 }
-EXPORT(paged_decode)
+EXPORT_CLUSTER(paged_decode, CLUSTER)
