@@ -17,9 +17,6 @@ from deepseek_tgi.kernels.cuda.program import Argument, Kernel, KernelSpec, Shap
 
 _ALL = 100
 """Percent."""
-_STATIC_SHARED_LIMIT = 48 << 10
-"""Dynamic shared memory beyond this must be asked for, once a function."""
-
 _TILE_MAP_BYTES = 128
 _FORMATS = {"p": "P", "i": "i", "l": "q", "f": "f", "t": f"{_TILE_MAP_BYTES}s"}
 """How `struct` writes a parameter of each kind."""
@@ -108,7 +105,7 @@ class DriverKernel:
         if spec.beside:  # a multiprocessor changes how much of its memory is shared only when it is empty
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             _checked(driver.cuFuncSetAttribute(self._function, attribute, _ALL), spec.name)
-        if room > _STATIC_SHARED_LIMIT:
+        if room:  # needed from 48 KiB on, what is fixed in the source included
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuFuncSetAttribute(self._function, attribute, room), spec.name)
 
