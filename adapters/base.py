@@ -139,8 +139,8 @@ class ModelAdapter(ABC):
     def step_with(self, inputs: ForwardInputs, token_ids: torch.Tensor, pool: KVPool) -> torch.Tensor | None:
         """As `step` for requests that each feed one token, which is `token_ids [B]` and not known on the host yet.
 
-        `token_ids` are whole numbers of any type where the logits are; `inputs.input_ids` has their shape and is not
-        looked at. None if the host must know them; nothing has happened then.
+        `token_ids` are whole numbers in dense float32 or float64 where the logits are; `inputs.input_ids` has their
+        shape and is not looked at. None if the host must know them; nothing has happened then.
         """
         return None
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,13 +65,19 @@ class CudaCapture:
         return graph.replay
 
 
-@functools.cache
+_STREAMS: dict[torch.device, tuple[torch.cuda.Stream, threading.Lock]] = {}
+_MAKING = threading.Lock()
+
+
 def _stream_for(device: torch.device) -> tuple[torch.cuda.Stream, threading.Lock]:
     """The stream that all recording on `device` goes through, and whose turn it is.
 
     One for all models: cuBLAS keeps 32 MiB for every stream it was ever used on.
     """
-    return torch.cuda.Stream(device), threading.Lock()  # type: ignore[no-untyped-call]
+    with _MAKING:
+        if device not in _STREAMS:
+            _STREAMS[device] = torch.cuda.Stream(device), threading.Lock()  # type: ignore[no-untyped-call]
+        return _STREAMS[device]
 
 
 def usual_buckets(most: int) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,7 +63,6 @@ class GpuSteps:
         self._pool: KVPool | None = None
         self._graphs: DecodeGraphs | None = None
         self._parked: ParkedWeights | None = None
-        self._chosen = threading.local()
 
     def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
         """Logits on the device; those of a replayed step are overwritten by the next one."""
@@ -150,7 +148,6 @@ class GpuSteps:
         return spec.nbytes + step + GRAPH_BYTES * len(spec.buckets)
 
     def _choose_device(self) -> None:
-        """A thread begins on the first GPU."""
-        if self._device.type == "cuda" and not hasattr(self._chosen, "device"):
+        """A thread begins on the first GPU, and may have been on another since."""
+        if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
             torch.cuda.set_device(self._device)
-            self._chosen.device = self._device

@@ -47,7 +47,6 @@ class Ahead:
 
     sequences: Items[Sequence]
     cache_lens: list[int]
-    inputs: ForwardInputs
     logits: torch.Tensor
 
     def logits_of(self, sequences: Items[Sequence]) -> torch.Tensor | None:
@@ -138,7 +137,7 @@ class Runner:
         self.guard.forget(inputs.slots)
         with suppress(DeepseekTgiError, RuntimeError):
             logits = self._adapter.step_with(inputs, choosing.ids, self.pool)
-            return None if logits is None else Ahead(sequences, [s.cache_len + 1 for s in sequences], inputs, logits)
+            return None if logits is None else Ahead(sequences, [s.cache_len + 1 for s in sequences], logits)
         return None
 
     def _next_step(self, sequences: Items[Sequence], plan: DecodePlan) -> Ahead | None:
@@ -146,7 +145,7 @@ class Runner:
         inputs = plan.inputs()
         self.guard.forget(inputs.slots)
         with suppress(DeepseekTgiError, RuntimeError):
-            return Ahead(sequences, [s.cache_len for s in sequences], inputs, self._adapter.step(inputs, self.pool))
+            return Ahead(sequences, [s.cache_len for s in sequences], self._adapter.step(inputs, self.pool))
         return None
 
     def _plan(self, sequences: Items[Sequence]) -> DecodePlan:

@@ -38,7 +38,7 @@ class DecodePlan:
         self._steps_in_block = 0
 
     def inputs(self) -> ForwardInputs:
-        """The next step; its tensors are changed by `advance`."""
+        """The next step; its tensors are changed by `move_on`."""
         self._history_is_new = False
         if self._slots is None:
             positions = self._positions.long()
@@ -57,7 +57,7 @@ class DecodePlan:
         )
 
     def history(self) -> torch.Tensor:
-        """Numbers of the histories that the step of `inputs` stores, `[B] int64`; asked for before `advance`.
+        """Numbers of the histories that the step of `inputs` stores, `[B] int64`; asked for before `move_on`.
 
         Worked out when asked for: a GPU that was given the step is at work meanwhile.
         """
@@ -65,11 +65,6 @@ class DecodePlan:
             self._history += self._guard.numbers(self._ids, self._positions)
             self._history_is_new = True
         return self._history
-
-    def advance(self, token_ids: torch.Tensor) -> None:
-        """Go on with the chosen tokens `[B] int64`."""
-        self.move_on()
-        self.name(token_ids)
 
     def move_on(self) -> None:
         """Go on with tokens that are not known yet; `name` tells them."""

@@ -176,7 +176,7 @@ class SamplingPlan:
     def begin(self, logits: torch.Tensor) -> Choosing:
         """As `run`, but the choice need not be read back yet; one at a time.
 
-        All is worked out where the logits are, and what it came to is read back at once.
+        All is worked out where the logits are, and the copy of what it came to begins at once.
         """
         if logits.device != self._device:
             self._device = logits.device

@@ -139,6 +139,36 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     assert torch.equal(others[4], together[2])
 
 
+@pytest.mark.parametrize("tokens", [60, 160])
+def test_panels_give_a_token_the_same_bits_whoever_shares_its_expert(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone in a short group, or among many; and wherever in its expert's order it stands."""
+    monkeypatch.setattr(shape, "_PANELS_FROM", 0)
+    experts, _ = made(2, 128, 64, 0, 64)
+    g = torch.Generator().manual_seed(4)
+    x = torch.randn(tokens, 128, generator=g).bfloat16()
+    weights = torch.rand(tokens, 1, generator=g)
+    op = CudaMoe(MACHINE)
+
+    def row(ids: list[int], place: int) -> torch.Tensor:
+        order = torch.arange(tokens).roll(place)
+        out = torch.full((tokens, 128), 0.0)
+        op(
+            x[order].contiguous(),
+            torch.tensor(ids, dtype=torch.int32).view(-1, 1),
+            weights[order].contiguous(),
+            experts,
+            out,
+        )
+        return out[place]
+
+    alone = row([0] + [1] * (tokens - 1), 0)
+    assert alone.any()
+    for place in (0, tokens // 2, tokens - 1):
+        assert torch.equal(row([0] * tokens, place), alone)
+
+
 def test_a_weight_that_is_nan_spoils_its_row_alone() -> None:
     experts, _ = made(4, 128, 64, 0, 64)
     x = torch.randn(3, 128).bfloat16()

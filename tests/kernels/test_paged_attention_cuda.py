@@ -146,6 +146,8 @@ def test_clusters_take_contexts_together(mode: KVMode) -> None:
             (case.q, out), case.pool.view(1), case.inputs, scale=case.scale, more_pieces=more_pieces, least_tokens=128
         )
         assert_near(out, case, mode)
+        through_memory = any(bool(parts.isfinite().any()) for parts in decode._parts.values())
+        assert through_memory == (more_pieces < 0), "clusters leave no parts in memory"
 
 
 @EVERY_MODE

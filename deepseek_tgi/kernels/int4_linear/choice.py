@@ -135,7 +135,8 @@ def slug(device: torch.device) -> str:
 def user_table(device: torch.device) -> Path:
     """Where `deepseek-tgi tune` keeps its measurements on the device: by GPU, kernel sources and versions."""
     state = hashlib.sha256(repr((torch.__version__, torch.version.cuda)).encode())
-    for source in sorted([*SOURCE_FOLDER.glob("int4_*.cu*"), SOURCE_FOLDER / "device.cuh"]):
+    shared = [SOURCE_FOLDER / name for name in ("copy_engine.cuh", "device.cuh", "warpgroup.cuh")]
+    for source in sorted([*SOURCE_FOLDER.glob("int4_*.cu*"), *shared]):
         state.update(source.read_bytes())
     return cache_folder() / "tuned" / f"{slug(device)}-{state.hexdigest()[:12]}.json"
 

@@ -3,8 +3,9 @@
 `qkv_attention(q [T, H, D], k [T, G, D], v [T, G, Dv], pages, inputs, cos_sin, scale, out=[T, H, Dv], head_norms=None,
 frame=None)`
 (all four activations) normalises each head of q and k (if asked), rotates both in place, stores k and v in the pages,
-and attends; a decode step may leave q and k as they came. Its bits are those of `rms_norm`, `rope`, `kv_write` and
-`paged_attention` one after the other; a decode step makes one call a layer instead of three to five. Every layer of a
+and attends; a decode step may leave q and k as they came. It stores the bytes that `rope` and `kv_write` do one after
+the other (norms round in another place), and attends as `paged_attention`, perhaps with other cuts of a context; a
+decode step makes one call a layer instead of three to five. Every layer of a
 step passes the same `inputs` and usually the same buffers: what was derived from them is kept for the next call. In a
 recorded step, no kernel ahead of the call writes `inputs` or the pages of earlier tokens.
 """

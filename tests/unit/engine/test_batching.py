@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from engine_driver import Driver
 from scripted import ScriptedAdapter
 
@@ -314,10 +315,11 @@ def test_a_step_ahead_is_used_once_by_its_own_batch_and_claimed_by_nobody(tmp_pa
     steps = len(adapter.steps)
     ahead = ahead_of(runner)
     assert ahead is not None
-    assert runner.guard.history(ahead.inputs.slots).tolist() == [0], "written, and not to be claimed"
+    written = torch.tensor(adapter.steps[-1].slots)
+    assert runner.guard.history(written).tolist() == [0], "written, and not to be claimed"
     driver.decode(batch.id)
     assert len(adapter.steps) == steps + 1, "the step that was ahead, and no other, was answered with"
-    assert runner.guard.history(ahead.inputs.slots).tolist() != [0]
+    assert runner.guard.history(written).tolist() != [0]
     driver.engine.filter(batch.id, [first.id])
     second = driver.request("the stop is", 3)
     driver.prefill(second.id, second)

@@ -21,16 +21,3 @@ DEVICE void dequantise(u32 (&a)[4][4], const u8* chunk) {
     for (int j = 0; j < 4; j++) a[step][j] = scaled(word[step] >> (4 * j), f[j % 2]);
   }
 }
-
-// The same without the scales, which are the same for all of a chunk where groups are no shorter: exact.
-DEVICE void integers(u32 (&a)[4][4], float (&scale)[2], const u8* chunk) {
-  const int lane = lane_id();
-  const words4 q = *(const words4*)chunk;
-  const u32 word[4] = {q.x, q.y, q.z, q.w};
-  const RowPair pair = row_pair(chunk - lane * 16 + CHUNK_BYTES, lane / 4);
-  scale[0] = scale_of(pair.scale[0]), scale[1] = scale_of(pair.scale[1]);
-#pragma unroll
-  for (int step = 0; step < 4; step++)
-#pragma unroll
-    for (int j = 0; j < 4; j++) a[step][j] = bf16_sub(widen(word[step] >> (4 * j)), pair.zero[j % 2]);
-}

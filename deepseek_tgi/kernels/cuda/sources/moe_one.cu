@@ -88,7 +88,7 @@ DEVICE void multiply_line(float (&to)[2], const u8* line, const u8* codes, const
 
 // gated[slot] = silu(gate) * up of the only token. Grid: BLOCKS.
 extern "C" __global__ void __maxnreg__(80)
-    moe_gate_up_one(const u16* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ metas,
+    moe_gate_up_one(const u16* x, const u8* __restrict__ codes, const u8* __restrict__ metas,
                     const int* __restrict__ ids, u16* __restrict__ gated) {
   __shared__ float sums[PAIRS][2][TILE_ROWS][WARPS + 1];
   const int lane = lane_id(), warp = threadIdx.x / 32, block = blockIdx.x;
@@ -174,7 +174,7 @@ constexpr int UNITS = SLOTS * INNER_STAGES, OWN = (UNITS + WARPS - 1) / WARPS, L
 
 // out += the sum over all slots of weight * down * gated. Grid: (outputs / 16).
 extern "C" __global__ void __maxnreg__(48)
-    moe_down_one(const u16* __restrict__ gated, const u8* __restrict__ codes, const u8* __restrict__ metas,
+    moe_down_one(const u16* gated, const u8* __restrict__ codes, const u8* __restrict__ metas,
                  const int* __restrict__ ids, const float* __restrict__ weights, float* __restrict__ out) {
   __shared__ float products[UNITS][TILE_ROWS], totals[SLOTS][TILE_ROWS];
   __shared__ int chosen[TOP];

@@ -3,8 +3,8 @@
 //
 // Pairs are sorted by expert (moe_sort). A block has WARPGROUPS * 64 rows of a weight and one group of at most TOKENS
 // pairs; the last group of an expert, which is shorter, has narrower instructions. Stages of 64 columns come by background
-// copies, a token's row from wherever it lies. While one stage's products run, the next stage's codes become floats. Of few
-// tokens, weights stay integers, which takes less, and a stage's sums are scaled.
+// copies, a token's row from wherever it lies. While one stage's products run, the next stage's codes become floats: the
+// same floats however short the group, since who is in a token's group must not change the token's bits.
 //
 // Macros: those of experts.cuh, TOKENS (128), WARPGROUPS (even), STAGES (at least 3), BLOCKS (of a
 // multiprocessor).
@@ -26,8 +26,8 @@ struct Tile {
 };
 
 // Sums of this warp's tile by `count` rows of K inputs, N at most, to shared memory: [row][LINE] floats, the warp's tile at
-// column 16 * warp. `row(r)` is where row r begins. EXACT: by integers.
-template <int N, bool EXACT, int K, int CHUNKS, class Row>
+// column 16 * warp. `row(r)` is where row r begins.
+template <int N, int K, int CHUNKS, class Row>
 DEVICE void multiply(const Tile& tile, int count, Row row) {
   constexpr int PIECES = N * 8, COPIES = (PIECES + THREADS - 1) / THREADS;
   const int lane = lane_id(), warp = threadIdx.x / 32, line = threadIdx.x / 8, part = threadIdx.x % 8;
@@ -66,32 +66,13 @@ DEVICE void multiply(const Tile& tile, int count, Row row) {
     copy_wait<STAGES - 3>();
     fence_for_matrices();
     block_sync();  // the stage is there for all; and all are done with the products before the last
-    float scale[2], part[EXACT ? N / 2 : 1];
-    if constexpr (EXACT) {
-      integers(fragments, scale, ws + slot * WEIGHT_BYTES);
-#pragma unroll
-      for (int j = 0; j < N / 2; j++) part[j] = 0.0f;
-    } else {
-      dequantise(fragments, ws + slot * WEIGHT_BYTES);
-    }
+    dequantise(fragments, ws + slot * WEIGHT_BYTES);
     fetch(ahead, i + STAGES - 2);
     warpgroup_fence();
 #pragma unroll
-    for (int s = 0; s < 4; s++) {
-      if constexpr (EXACT) {
-        warpgroup_mma(part, fragments[s], matrix_lines(xs + slot * PANEL_BYTES, s));
-      } else {
-        warpgroup_mma(sum, fragments[s], matrix_lines(xs + slot * PANEL_BYTES, s));
-      }
-    }
+    for (int s = 0; s < 4; s++) warpgroup_mma(sum, fragments[s], matrix_lines(xs + slot * PANEL_BYTES, s));
     warpgroup_commit();
-    if constexpr (EXACT) {
-      warpgroup_wait<0>();
-#pragma unroll
-      for (int j = 0; j < N / 2; j++) sum[j] += scale[j / 2 % 2] * part[j];
-    } else {
-      warpgroup_wait<1>();
-    }
+    warpgroup_wait<1>();
     slot = slot + 1 == STAGES ? 0 : slot + 1;
     ahead = ahead + 1 == STAGES ? 0 : ahead + 1;
   };
@@ -118,11 +99,11 @@ DEVICE void multiply(const Tile& tile, int count, Row row) {
 template <int K, int CHUNKS, class Row>
 DEVICE void multiply_group(const Tile& tile, int count, Row row) {
   if (count > 64) {
-    multiply<128, false, K, CHUNKS>(tile, count, row);
+    multiply<128, K, CHUNKS>(tile, count, row);
   } else if (count > 32) {
-    multiply<64, false, K, CHUNKS>(tile, count, row);
+    multiply<64, K, CHUNKS>(tile, count, row);
   } else {
-    multiply<32, (GROUP >= CHUNK), K, CHUNKS>(tile, count, row);
+    multiply<32, K, CHUNKS>(tile, count, row);
   }
 }
 
