@@ -178,7 +178,7 @@ def test_wheel_imports_by_the_mapped_names(wheel: Path, tmp_path: Path) -> None:
 
 def test_sdist_carries_all_that_a_wheel_needs(sdist: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "source", filter="data")
+        archive.extractall(tmp_path / "source", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (unpacked,) = (tmp_path / "source").iterdir()
     assert wheel_files(build_wheel(unpacked, tmp_path / "wheel")) == source_files()
 
