@@ -178,7 +178,9 @@ def test_wheel_imports_by_the_mapped_names(wheel: Path, tmp_path: Path) -> None:
 
 def test_sdist_carries_all_that_a_wheel_needs(sdist: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "source", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        if hasattr(tarfile, "data_filter"):  # from Python 3.11.4 and 3.10.12 on
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(tmp_path / "source")
     (unpacked,) = (tmp_path / "source").iterdir()
     assert wheel_files(build_wheel(unpacked, tmp_path / "wheel")) == source_files()
 
