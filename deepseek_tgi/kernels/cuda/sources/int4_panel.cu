@@ -6,7 +6,7 @@
 // the scale in two parts, so that a weight is rounded to bfloat16 once. Sums meet in shared memory, in a fixed order.
 //
 // Macros: TOKENS (16, 32, 64, 128, 256), WARPGROUPS, STAGES (at least 3), GROUP, SCALE_KIND, CLUSTER, OUT_BF16.
-#include "int4_scaled.cuh"
+#include "int4_fragments.cuh"
 #include "warpgroup.cuh"
 
 #if CLUSTER > 1
@@ -17,8 +17,6 @@
 
 constexpr int THREADS = WARPGROUPS * 128, BLOCK_ROWS = WARPGROUPS * 64;
 constexpr int PANEL_BYTES = TOKENS * 128;
-constexpr int CHUNK_GROUPS = GROUP < CHUNK ? CHUNK / GROUP : 1;
-constexpr int WARP_BYTES = CHUNK_BYTES + CHUNK_GROUPS * GROUP_BYTES;
 constexpr int COPIES = (TOKENS * 8 + THREADS - 1) / THREADS;
 constexpr int LINE = BLOCK_ROWS + 4;  // floats between tokens where sums meet: no two lanes of a store share a bank
 
@@ -45,23 +43,6 @@ struct Panel {
       }
   }
 };
-
-// The chunk's four fragments of A.
-DEVICE void dequantise(u32 (&a)[4][4], const u8* ws) {
-  const int lane = lane_id(), g = lane / 4;
-  const words4 q = *(const words4*)(ws);
-  const u32 word[4] = {q.x, q.y, q.z, q.w};
-  Factor f[2];
-#pragma unroll
-  for (int step = 0; step < 4; step++) {
-    if (step * 16 % GROUP == 0) {
-      const RowPair pair = row_pair(ws - lane * 16 + CHUNK_BYTES + step * 16 / GROUP * GROUP_BYTES, g);
-      f[0] = factor_of(pair, 0), f[1] = factor_of(pair, 1);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) a[step][j] = scaled(word[step] >> (4 * j), f[j % 2]);
-  }
-}
 
 extern "C" __global__ void SHAPE __launch_bounds__(THREADS)
     int4_panel(const u8* __restrict__ codes, const u8* __restrict__ metas, const u16* __restrict__ x, i64 x_stride,
