@@ -21,7 +21,7 @@ from deepseek_tgi.engine.sequence import Sequence
 from deepseek_tgi.engine.step import DecodePlan, RaggedStep, ragged_step
 from deepseek_tgi.errors import DeepseekTgiError, GenerationError
 from deepseek_tgi.kv.pool import KVPool
-from deepseek_tgi.logits.pipeline import Choice, Choosing, SamplingPlan, identity
+from deepseek_tgi.logits.pipeline import Choice, SamplingPlan, identity
 from deepseek_tgi.logits.watermark import Watermark
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,8 @@ class Runner:
         forwarded = time.perf_counter_ns()
         choosing = plan.sampling.begin(logits)
         plan.move_on()
-        ahead = self._step_with(batch.sequences, plan, choosing)
+        unread = self._may_go_unread(batch.sequences, plan)
+        ahead = self._launch_next(batch.sequences, plan, choosing.ids) if unread else None
         choice = choosing.result()
         plan.name(choice.token_ids)
         for sequence in batch.sequences:
@@ -117,7 +118,7 @@ class Runner:
         else:
             after = make_batch(batch.id, live, self._block_size) if live else None
         if ahead is None and self._runs_ahead and after is not None and after.plan is plan:
-            ahead = self._next_step(batch.sequences, plan)
+            ahead = self._launch_next(batch.sequences, plan)
         self._ahead = None if after is None else ahead
         return Stepped(generations, after, forwarded - start, time.perf_counter_ns() - forwarded)
 
@@ -125,28 +126,29 @@ class Runner:
         """Forget the step that was launched before anybody asked."""
         self._ahead = None
 
-    def _step_with(self, sequences: Items[Sequence], plan: DecodePlan, choosing: Choosing) -> Ahead | None:
-        """Launch the next step with tokens that only the device knows yet, if all requests have a place for them.
+    def _launch_next(
+        self, sequences: Items[Sequence], plan: DecodePlan, token_ids: torch.Tensor | None = None
+    ) -> Ahead | None:
+        """Launch the next step; with `token_ids` the tokens of this one are those, and only the device knows them yet.
 
         Its slots hold nothing that may be claimed until it is asked for. What goes wrong here goes wrong again for
         whoever asks.
         """
-        if not self._runs_ahead or plan.sampling.reads_logits_late or any(s.stopping.at_last_token for s in sequences):
-            return None
         inputs = plan.inputs()
         self.guard.forget(inputs.slots)
+        cached = [s.cache_len + (token_ids is not None) for s in sequences]
         with suppress(DeepseekTgiError, RuntimeError):
-            logits = self._adapter.step_with(inputs, choosing.ids, self.pool)
-            return None if logits is None else Ahead(sequences, [s.cache_len + 1 for s in sequences], logits)
+            if token_ids is None:
+                return Ahead(sequences, cached, self._adapter.step(inputs, self.pool))
+            logits = self._adapter.step_with(inputs, token_ids, self.pool)
+            return None if logits is None else Ahead(sequences, cached, logits)
         return None
 
-    def _next_step(self, sequences: Items[Sequence], plan: DecodePlan) -> Ahead | None:
-        """As `_step_with`, the tokens known."""
-        inputs = plan.inputs()
-        self.guard.forget(inputs.slots)
-        with suppress(DeepseekTgiError, RuntimeError):
-            return Ahead(sequences, [s.cache_len for s in sequences], self._adapter.step(inputs, self.pool))
-        return None
+    def _may_go_unread(self, sequences: Items[Sequence], plan: DecodePlan) -> bool:
+        """Whether the next step may be launched before its tokens are read back: all of them must have a place."""
+        if not self._runs_ahead or plan.sampling.reads_logits_late:
+            return False
+        return not any(s.stopping.at_last_token for s in sequences)
 
     def _plan(self, sequences: Items[Sequence]) -> DecodePlan:
         return DecodePlan(sequences, self.guard, self._block_size, self._sampling(sequences))

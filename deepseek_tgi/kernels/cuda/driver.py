@@ -114,9 +114,8 @@ class DriverKernel:
         place = getattr(self._places, "place", None)
         if place is None:
             place = self._places.place = LaunchPlace(self._spec, self._driver)
-        stream = torch._C._cuda_getCurrentRawStream(
-            self._device.index or 0
-        )  # torch's own object costs more than a launch
+        # Torch's own object for it costs more than a launch.
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index or 0)
         config = place.overlapping if overlap and self._overlaps else place.plain
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX = block
