@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from deepseek_tgi.errors import ConfigError
@@ -28,3 +30,8 @@ def resolve_device(wish: str, rank: int = 0, world_size: int = 1) -> torch.devic
     raise ConfigError(
         f"device: got {wish} for {world_size} ranks, and torch {torch.__version__} sees {found} CUDA devices"
     )
+
+
+def computing_on(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which events, streams and kernels that name no device are `device`'s, not the first GPU's."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

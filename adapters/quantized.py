@@ -14,7 +14,7 @@ from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter, ModelInfo
 from deepseek_tgi.adapters.cache_layout import cache_layout
 from deepseek_tgi.adapters.cache_learning import prepare_cache
 from deepseek_tgi.adapters.checkpoint import Checkpoint
-from deepseek_tgi.adapters.devices import resolve_device
+from deepseek_tgi.adapters.devices import computing_on, resolve_device
 from deepseek_tgi.adapters.dtypes import resolve_compute_dtype, resolve_kv_mode
 from deepseek_tgi.adapters.gpu_steps import GpuModel, GpuSteps
 from deepseek_tgi.adapters.hub import resolve_folder
@@ -97,7 +97,8 @@ class QuantizedModelAdapter(ModelAdapter):
         group = _join(options, kernels)
         share = Share(shards, options.rank) if group is not None else None
         source = WeightSource(plan, kernels, share, group, latent_form=options.mla_prefill)
-        decoder = load_decoder(local, checkpoint, source, options.progress, options.report)
+        with computing_on(device):
+            decoder = load_decoder(local, checkpoint, source, options.progress, options.report)
         if transfer is not None:
             logger.info(
                 "moved %.1f MB to %s; the host read and filled pinned memory for %.2f s of that time",

@@ -27,7 +27,7 @@ _FIRST_BYTES = 1 << 16
 class Event(Protocol):
     """When the copies recorded so far are done."""
 
-    def record(self) -> None: ...
+    def record(self, stream: torch.Stream) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -56,8 +56,9 @@ class PinnedRing:
         yield memory[:num_bytes]
         if self._on_gpu:
             if copied is None:
-                copied = self._copied[index] = torch.Event(self._device)  # records without asking Python for the stream
-            copied.record()
+                copied = self._copied[index] = torch.Event(self._device)
+            # Named, for without it an event is recorded on the stream of whatever device is current.
+            copied.record(torch.cuda.current_stream(self._device))
 
 
 class InputStage:

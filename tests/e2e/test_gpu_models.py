@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from builders import tiny_checkpoint
 from engine_driver import Driver
-from ranks import on_ranks, unused_port
+from gpu_walk import loaded, on_processes, walked
+from ranks import unused_port
 
-from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter
+from deepseek_tgi.adapters import transfer
+from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.decode_graphs import CudaCapture
-from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.adapters.rendezvous import Meeting, join
-from deepseek_tgi.core import ForwardInputs, SamplingParams
+from deepseek_tgi.adapters.transfer import Transfer
+from deepseek_tgi.core import SamplingParams
 from deepseek_tgi.engine.config import EngineConfig
 from deepseek_tgi.kernels.device_set import TRITON_PROVIDERS
-from deepseek_tgi.kv.pool import KVPool
 
 pytestmark = pytest.mark.gpu
 
@@ -33,79 +34,7 @@ TOLERANCE = 3e-2
 QUANTISED_TOLERANCE = 0.15
 """On top comes the cache's own format, which the same format on a CPU is compared with."""
 PROMPTS = ((5, 9, 31, 7), tuple(range(3, 60)), (11,))
-NEW_TOKENS = 12
-
-
-class Walk:
-    """Requests driven by hand over one pool: prompts in one step, then all decode together."""
-
-    def __init__(self, adapter: ModelAdapter, prompts: Sequence[Sequence[int]]) -> None:
-        self.adapter = adapter
-        size = adapter.kv_layout.block_size
-        columns = -(-(max(map(len, prompts)) + NEW_TOKENS + 1) // size)
-        self.pool = KVPool(adapter.kv_layout, 1 + columns * len(prompts), adapter.info.device)
-        self.tables = (torch.randperm(columns * len(prompts)) + 1).int().view(len(prompts), columns)
-        self.lengths = [0] * len(prompts)
-        adapter.open_pool(self.pool, len(prompts), columns * size)
-        self.logits = [self._feed(prompts)]
-
-    def decode(self, tokens: Sequence[int]) -> None:
-        """One more token for each request."""
-        self.logits.append(self._feed([[token] for token in tokens]))
-
-    def _feed(self, pieces: Sequence[Sequence[int]]) -> torch.Tensor:
-        size = self.adapter.kv_layout.block_size
-        counts = [len(piece) for piece in pieces]
-        positions = [torch.arange(done, done + n) for done, n in zip(self.lengths, counts, strict=True)]
-        slots = [
-            table[place // size].long() * size + place % size
-            for table, place in zip(self.tables, positions, strict=True)
-        ]
-        offsets = torch.tensor([0, *counts]).cumsum(0).int()
-        logits = self.adapter.step(
-            ForwardInputs(
-                input_ids=torch.tensor([token for piece in pieces for token in piece]),
-                positions=torch.cat(positions).int(),
-                slots=torch.cat(slots),
-                cu_seqlens=offsets,
-                block_tables=self.tables,
-                cache_lens=torch.tensor(self.lengths, dtype=torch.int32),
-                logit_rows=offsets[1:].long() - 1,
-                max_seqlen=max(counts),
-                max_context=max(done + n for done, n in zip(self.lengths, counts, strict=True)),
-            ),
-            self.pool,
-        )
-        self.lengths = [done + n for done, n in zip(self.lengths, counts, strict=True)]
-        return logits.cpu().clone()
-
-    def close(self) -> None:
-        self.adapter.close_pool()
-        self.pool.close()
-
-
-@contextmanager
-def loaded(folder: Path | str, options: LoadOptions) -> Iterator[ModelAdapter]:
-    adapter = QuantizedModelAdapter.get_model(str(folder), options=options)
-    try:
-        yield adapter
-    finally:
-        adapter.close()
-
-
-def walked(
-    folder: Path | str, options: LoadOptions, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]] = ()
-) -> tuple[list[torch.Tensor], list[list[int]]]:
-    """Logits of every step and the tokens fed: the greedy ones, unless `tokens` are given."""
-    with loaded(folder, options) as adapter:
-        torch.manual_seed(3)
-        walk = Walk(adapter, prompts)
-        fed: list[list[int]] = []
-        for step in range(NEW_TOKENS):
-            fed.append(list(tokens[step]) if tokens else walk.logits[-1].argmax(-1).tolist())
-            walk.decode(fed[-1])
-        walk.close()
-        return walk.logits, fed
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def require_near(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], tolerance: float) -> None:
@@ -214,17 +143,30 @@ def test_sums_of_ranks_can_be_recorded() -> None:
     group.close()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def rank_walked(
+    folder: Path, graphs: tuple[int, ...], port: int, fed: list[list[int]], rank: int
+) -> list[torch.Tensor]:
+    options = replace(GPU, rank=rank, world_size=2, master_port=port, cuda_graphs=graphs)
+    return walked(folder, options, PROMPTS, fed)[0]
+
+
+@two_gpus
+def test_weights_for_another_gpu_than_the_current_arrive() -> None:
+    """That GPU is busy, so copies are still under way when the pinned memory they come from is asked for again."""
+    stored = [torch.full((transfer.PIECE_BYTES // 4,), number, dtype=torch.int32) for number in range(8)]
+    torch.cuda.set_device(0)
+    with torch.cuda.device(1):
+        torch.cuda._sleep(1 << 30)
+    move = Transfer(torch.device("cuda:1"))
+    moved = [move(tensor) for tensor in stored]
+    assert [tensor.unique().tolist() for tensor in moved] == [[number] for number in range(8)]
+
+
+@two_gpus
 @pytest.mark.parametrize("graphs", [(), (4,)], ids=["plain", "recorded"])
 def test_two_ranks_give_what_one_gives(family_dir: Path, graphs: tuple[int, ...]) -> None:
     want, fed = walked(family_dir, replace(GPU, cuda_graphs=graphs), PROMPTS)
-    port = unused_port()
-
-    def rank(number: int) -> list[torch.Tensor]:
-        options = replace(GPU, rank=number, world_size=2, master_port=port, cuda_graphs=graphs)
-        return walked(family_dir, options, PROMPTS, fed)[0]
-
-    first, second = on_ranks(2, rank)
+    first, second = on_processes(2, partial(rank_walked, family_dir, graphs, unused_port(), fed))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     require_near(first, want, TOLERANCE)
 
