@@ -4,7 +4,7 @@ heads they are a warpgroup's, with one wait for the scores and one for the sums.
 
 from __future__ import annotations
 
-from compiled.kernels import HOPPER, WARPGROUP_MATRIX, WARPGROUP_WAIT, WIDE_COPY, CudaKernel
+from compiled.kernels import HOPPER, WARPGROUP_MATRIX, WARPGROUP_WAIT, WIDE_COPY, WIDE_LOAD, CudaKernel
 
 from deepseek_tgi.kernels.latent_attention.decode import (
     CUTS,
@@ -14,6 +14,7 @@ from deepseek_tgi.kernels.latent_attention.decode import (
     decode_spec,
     wide_spec,
 )
+from deepseek_tgi.kernels.latent_attention.expanded import unpack_spec
 
 MATRIX = {"bfloat16": r"HMMA\.16816\.F32\.BF16"}
 OWN = {"bfloat16": r"LDSM\.16\.MT88\.4", "float16": r"LDSM\.16\.MT88\.4"}
@@ -32,4 +33,5 @@ CUDA = [
     CudaKernel(combine_spec("int8", CUTS["int8"], 16, 2), 64, archs=(HOPPER,)),
     CudaKernel(combine_spec("int8", CUTS["int8"], 16, 8, 128), 64),
     CudaKernel(absorb_spec(128, 1), 128),
+    *(CudaKernel(unpack_spec(mode, 16), 80, (WIDE_LOAD, r"STG\.E\.128.*")) for mode in MODES),
 ]  # fmt: skip

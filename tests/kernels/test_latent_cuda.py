@@ -11,8 +11,11 @@ from emulation.emulated import EmulatedPrograms
 from oracles import latents as oracle
 
 from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.kernels.latent_attention import expanded
 from deepseek_tgi.kernels.latent_attention.cuda import CudaLatentAttention, CudaUp
 from deepseek_tgi.kernels.latent_attention.decode import HOPPER, MODES, RANK, ROPE, LatentDecode
+from deepseek_tgi.kernels.latent_attention.expanded import ExpandedAttention
+from deepseek_tgi.kernels.latent_attention.plain import read_context
 from deepseek_tgi.kernels.latent_prepare.cuda import CudaLatentPrepare, CudaLatentWrite
 from deepseek_tgi.kernels.latent_write.cpu import latent_write
 from deepseek_tgi.kernels.latent_write.plain import latent_write as plain_write
@@ -62,7 +65,8 @@ def attended(
         contexts.append(pool.read_latents(1, slots))
     out = torch.full((sum(tokens), heads, VALUE), float("nan"), dtype=torch.bfloat16)
     inputs, up = step(tokens, cached, tables), CudaUp(weight, heads, NOPE)
-    op = CudaLatentAttention(LatentDecode(EmulatedPrograms(), 2, capability))
+    programs = EmulatedPrograms()
+    op = CudaLatentAttention(LatentDecode(programs, 2, capability), ExpandedAttention(programs, capability))
     op(q, pool.latents(1), up, inputs, scale=SCALE, out=out, form=form)
     first = 0
     for n, c, (latent, rope) in zip(tokens, cached, contexts, strict=True):
@@ -93,6 +97,32 @@ def test_more_heads_than_a_tile_and_more_requests_than_blocks() -> None:
 @pytest.mark.parametrize("form", ["absorbed", "expanded", "auto"])
 def test_prompts_chunks_and_single_tokens_share_a_step(form: str) -> None:
     attended("int4", 3, [3, 1, 9, 4], [18, 20, 0, 0], form=form)
+
+
+@EVERY_MODE
+def test_a_prompt_after_a_cached_prefix_is_the_formula(mode: str) -> None:
+    attended(mode, 3, [7, 5], [0, 30], block=48, form="expanded", capability=HOPPER)
+
+
+def test_heads_beyond_what_is_expanded_at_once_take_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expanded, "ELEMENTS_AT_ONCE", 2 * 2 * 25 * (ROPE + NOPE))
+    attended("int8", 5, [7], [18], form="expanded")
+
+
+@EVERY_MODE
+def test_a_context_leaves_its_pages_as_torchs_operators_read_it(mode: str) -> None:
+    heads, width, length = 3, ROPE + NOPE, 70
+    pool = KVPool(LatentLayout(2, RANK, ROPE, KVMode(mode), 32), 6)
+    pool.storage.fill_(0xFF)
+    table = torch.tensor([4, 1, 5], dtype=torch.int32)
+    slots = table.long()[torch.arange(length) // 32] * 32 + torch.arange(length) % 32
+    latent_write(pool.latents(1), torch.randn(length, RANK), torch.randn(length, ROPE), slots)
+    keys = torch.full((length, heads, width), 7.0, dtype=torch.bfloat16)
+    latent = expanded.ExpandedAttention(EmulatedPrograms())._context(pool.latents(1), table, length, keys)
+    wanted, rope = read_context(pool.latents(1), table, length, torch.bfloat16)
+    assert torch.equal(latent, wanted)
+    assert torch.equal(keys[..., :ROPE], rope.unsqueeze(1).expand(-1, heads, -1))
+    assert keys[..., ROPE:].eq(7.0).all()
 
 
 @EVERY_MODE

@@ -2,8 +2,8 @@
 
 A step of single tokens is absorbed as a whole and asks the device for nothing, so CUDA graphs can hold it. Elsewhere a
 request's form is chosen by its token counts, as the contract says: absorbed, every token is a row of its own for the
-decode kernel; expanded, torch's attention runs over keys and values made for the request. Queries, latents and weights
-are bfloat16, sums float32.
+decode kernel; expanded, `expanded` makes keys and values for the request. Queries, latents and weights are bfloat16,
+sums float32.
 
 INT4 pages are read without turning their groups back: the up-projection's rows are turned once instead, when it first
 meets such pages.
@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import pad, scaled_dot_product_attention
 
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import ACTIVATIONS, ComputeDtype
@@ -24,7 +22,8 @@ from deepseek_tgi.kernels.compiler import BuildError
 from deepseek_tgi.kernels.cuda.machine import machine_of
 from deepseek_tgi.kernels.latent_attention import PackedUp, check_latent_attention, takes_expanded
 from deepseek_tgi.kernels.latent_attention.decode import LatentDecode, unfit
-from deepseek_tgi.kernels.latent_attention.plain import attend, read_context
+from deepseek_tgi.kernels.latent_attention.expanded import ExpandedAttention
+from deepseek_tgi.kernels.latent_attention.plain import attend
 from deepseek_tgi.kernels.latent_format import hadamard, signs
 from deepseek_tgi.kernels.pages import LatentPages
 
@@ -36,8 +35,6 @@ _ROWS_AT_ONCE = 512
 FEW = 4
 """Rows of a decode step up to which the products around the kernel are kernels of our own: they begin before the launch
 ahead ends."""
-_ELEMENTS_AT_ONCE = 1 << 28
-"""Expanded keys and values that are held at a time, about: heads beyond take their turn."""
 
 
 def provide(kernels: KernelSet) -> KernelSet:
@@ -46,7 +43,8 @@ def provide(kernels: KernelSet) -> KernelSet:
         raise BuildError("latent attention on a GPU is of bfloat16 queries, and float32 compute was asked for")
     machine = machine_of(kernels.device)
     decode = LatentDecode(machine.programs, machine.multiprocessors, machine.capability)
-    return replace(kernels, pack_up=CudaUp, latent_attention=CudaLatentAttention(decode))
+    op = CudaLatentAttention(decode, ExpandedAttention(machine.programs, machine.capability))
+    return replace(kernels, pack_up=CudaUp, latent_attention=op)
 
 
 class CudaUp(PackedUp):
@@ -92,6 +90,7 @@ class CudaLatentAttention:
     """The op over the kernels of one device."""
 
     decode: LatentDecode
+    expanded: ExpandedAttention
 
     def __call__(
         self,
@@ -137,8 +136,8 @@ class CudaLatentAttention:
             first, stop = starts[b], starts[b + 1]
             if takes_expanded(form, stop - first, cached[b], up, pages.rope_dim):
                 length = cached[b] + stop - first
-                latent, rope = read_context(pages, inputs.block_tables[b], length, torch.bfloat16)
-                _expanded(q[first:stop], latent, rope, up, scale=scale, out=out[first:stop])
+                table = inputs.block_tables[b]
+                self.expanded(q[first:stop], pages, table, length, up, scale=scale, out=out[first:stop])
             else:
                 rows += [(t, b, cached[b] + t - first) for t in range(first, stop)]
         for first in range(0, len(rows), _ROWS_AT_ONCE):
@@ -173,26 +172,3 @@ class CudaLatentAttention:
         else:
             sums = attend(queries, rotary, pages, step, scale=scale, capacity=capacity)
         torch.bmm(sums, up.values.transpose(1, 2), out=out.transpose(0, 1))
-
-
-def _expanded(
-    q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, up: CudaUp, *, scale: float, out: torch.Tensor
-) -> None:
-    """`q [n, H, Dr + Dn]`, the last tokens of a context `latent [L, R]` and `rope [L, Dr]`, causal."""
-    tokens, length = q.shape[0], latent.shape[0]
-    width = rope.shape[1] + up.nope_dim
-    padded = max(width, up.v_dim)
-    step = max(1, _ELEMENTS_AT_ONCE // (2 * length * padded))
-    for first in range(0, up.num_heads, step):
-        heads = slice(first, first + step)
-        made = torch.matmul(latent, up.rows[heads].transpose(1, 2))
-        keys = torch.cat((rope.expand(made.shape[0], -1, -1), made[..., : up.nope_dim]), 2)
-        values = pad(made[..., up.nope_dim :], (0, padded - up.v_dim))
-        given = q[:, heads].transpose(0, 1)
-        if padded > width:
-            keys, given = pad(keys, (0, padded - width)), pad(given, (0, padded - width))
-        y = scaled_dot_product_attention(
-            given.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0),
-            attn_mask=causal_lower_right(tokens, length), scale=scale,
-        )  # fmt: skip
-        out[:, heads] = y[0, ..., : up.v_dim].transpose(0, 1)
