@@ -12,6 +12,8 @@ from deepseek_tgi.kernels.int4_linear.stream import StreamCall, StreamShape, str
 from deepseek_tgi.kernels.int4_linear.wide import WideShape, wide_spec
 
 CALL = StreamCall(group=128, scale_kind=1, x_bf16=True, out_bf16=True)
+FENCE_OF_ALL = r"MEMBAR.*GPU"
+"""Half a microsecond; where blocks of a cluster meet, shared memory is all that counts."""
 MUST = (WIDE_COPY, MATRIX_BF16, r"LDSM\.16\.M88\.4")
 
 
@@ -36,12 +38,14 @@ CUDA = [
         128,
         (*MUST, r"UCGABAR.*"),
         archs=(HOPPER,),
+        must_not=(FENCE_OF_ALL,),
     ),
     CudaKernel(
         stream_spec(StreamShape(split=2, depth=3, cluster=2, warps=16, together=1), CALL, rows=32, stages=32),
         128,
         (WIDE_COPY, WARPGROUP_MATRIX),
         archs=(HOPPER,),
+        must_not=(FENCE_OF_ALL,),
     ),
     CudaKernel(
         dequantised.dequantise_spec(group=128, scale_kind=1, out_bf16=True),

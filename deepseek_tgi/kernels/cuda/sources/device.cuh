@@ -306,9 +306,16 @@ DEVICE u32 turn_tile(u32 x) {
 }
 
 // --- clusters (sm_90 and newer): blocks that run together and read each other's shared memory ------------------------
-// Every thread of the cluster's blocks; what was written to shared memory before is seen by all after.
+// Every thread of the cluster's blocks; what was written to shared memory before is seen by all after. Where the compiler
+// knows fences of shared memory alone (CUDA 12.8), nobody waits for what was written to global memory.
 DEVICE void cluster_sync() {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
+  asm volatile(
+      "fence.release.sync_restrict::shared::cta.cluster;\n"
+      "barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;\n"
+      "fence.acquire.sync_restrict::shared::cluster.cluster;" ::
+          : "memory");
+#elif __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
