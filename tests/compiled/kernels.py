@@ -29,6 +29,14 @@ WIDE_LOAD = r"LDG\.E\.(.*\.)?128.*"
 WIDE_COPY = r"LDGSTS\.E\.(.*\.)?128.*"
 MATRIX_BF16 = r"HMMA\.16816\.F32\.BF16"
 WARPGROUP_MATRIX = r"HGMMA\..*"
+EARLY = {
+    *("int4_stream", "int4_panel", "dense_rows", "moe_gate_up_one", "moe_down_one"),
+    *("paged_decode", "latent_decode", "latent_wide", "latent_combine", "rms_norm"),
+}
+"""Kernels that read weights, or a step's lengths, tables and older pages, before the kernel ahead of them has ended: it
+writes none of these. In all others a read there was moved by the compiler."""
+WAIT_FOR_EARLIER = "ACQBULK"
+GLOBAL_READ = r"(LDG|LDGSTS|LD)\..*"
 WARPGROUP_WAIT = r"WARPGROUP\.DEPBAR.*"
 
 
@@ -42,6 +50,11 @@ class CudaKernel:
     archs: tuple[str, ...] = (HOPPER, AMPERE)
     must_not: tuple[str, ...] = ()
     at_most: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def early(self) -> bool:
+        """Whether it may read ahead of the wait for the kernel before it."""
+        return self.spec.name in EARLY
 
     def __str__(self) -> str:
         macros = "-".join(f"{key.lower()}{value}" for key, value in self.spec.defines)
@@ -73,11 +86,14 @@ class TritonKernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made: `instructions` counts them by full name."""
+    """What the compiler made: `instructions` counts them by full name, `early_reads` those ahead of the wait for the
+    kernel before, if there is a wait.
+    """
 
     registers: int
     stack_bytes: int
     instructions: Counter[str]
+    early_reads: int = 0
 
     def count(self, pattern: str) -> int:
         """How many instructions have the pattern."""
@@ -96,7 +112,9 @@ def disassemble(cubin: Path, name: str | None = None) -> Compiled:
     # "        /*0010*/  @!P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;"
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", code)
     assert names, code[:1000]
-    return Compiled(int(found[1]), int(found[2]), Counter(names))
+    ahead = names[: names.index(WAIT_FOR_EARLIER)] if WAIT_FOR_EARLIER in names else []
+    early = sum(1 for instruction in ahead if re.fullmatch(GLOBAL_READ, instruction))
+    return Compiled(int(found[1]), int(found[2]), Counter(names), early)
 
 
 def compile_cuda(spec: KernelSpec, arch: str, folder: Path) -> Compiled:

@@ -42,6 +42,8 @@ def check(kernel: CudaKernel | TritonKernel, compiled: Any) -> None:
         assert not compiled.count(pattern), f"{pattern} is there"
     for pattern, most in getattr(kernel, "at_most", ()):
         assert compiled.count(pattern) <= most, f"{pattern}: {compiled.count(pattern)}"
+    if not getattr(kernel, "early", True):
+        assert not compiled.early_reads, "a read was moved ahead of the wait for the kernel that writes what it reads"
 
 
 @pytest.mark.parametrize(("kernel", "arch"), CUDA, ids=[f"{kernel}-{arch}" for kernel, arch in CUDA])
