@@ -4,7 +4,17 @@ heads they are a warpgroup's, with one wait for the scores and one for the sums.
 
 from __future__ import annotations
 
-from compiled.kernels import HOPPER, WARPGROUP_MATRIX, WARPGROUP_WAIT, WIDE_COPY, WIDE_LOAD, CudaKernel
+from compiled.kernels import (
+    AMPERE,
+    HOPPER,
+    MATRIX_BF16,
+    WARPGROUP_MATRIX,
+    WARPGROUP_WAIT,
+    WIDE_COPY,
+    WIDE_LOAD,
+    CudaKernel,
+    TritonKernel,
+)
 
 from deepseek_tgi.kernels.latent_attention.decode import (
     CUTS,
@@ -14,7 +24,7 @@ from deepseek_tgi.kernels.latent_attention.decode import (
     decode_spec,
     wide_spec,
 )
-from deepseek_tgi.kernels.latent_attention.expanded import unpack_spec
+from deepseek_tgi.kernels.latent_attention.expanded import HOPPER_TILE, TILE, tile_constants, unpack_spec
 
 MATRIX = {"bfloat16": r"HMMA\.16816\.F32\.BF16"}
 OWN = {"bfloat16": r"LDSM\.16\.MT88\.4", "float16": r"LDSM\.16\.MT88\.4"}
@@ -35,3 +45,19 @@ CUDA = [
     CudaKernel(absorb_spec(128, 1), 128),
     *(CudaKernel(unpack_spec(mode, 16), 80, (WIDE_LOAD, r"STG\.E\.128.*")) for mode in MODES),
 ]  # fmt: skip
+
+
+def expanded(tile: dict[str, int], arch: str, must: str) -> TritonKernel:
+    """The kernel over expanded keys, its tile cut for `arch`."""
+    pointers = ("q", "rope", "made", "out")
+    types = dict.fromkeys(pointers, "*bf16") | {"scale": "fp32"}
+    types |= dict.fromkeys(("q_stride", "made_stride", "out_stride", "tokens", "ahead"), "i32")
+    return TritonKernel(
+        "deepseek_tgi.kernels.latent_attention.expanded_kernel:expanded_tile", types,
+        tile_constants(64, 128, 128) | {"BM": tile["BM"], "BN": tile["BN"], "UPCAST": False}, 255, (WIDE_COPY, must),
+        divisible=(*pointers, "q_stride", "made_stride", "out_stride"), num_warps=tile["num_warps"],
+        num_stages=tile["num_stages"], archs=(arch,),
+    )  # fmt: skip
+
+
+TRITON = [expanded(HOPPER_TILE, HOPPER, WARPGROUP_MATRIX), expanded(TILE, AMPERE, MATRIX_BF16)]

@@ -47,6 +47,7 @@ def attended(
     rank: int = RANK,
     form: str = "auto",
     capability: int = 0,
+    tiled: bool = True,
 ) -> None:
     """Run the op on random pages and hold it against the expanded formula in float64."""
     torch.manual_seed(0)
@@ -66,7 +67,9 @@ def attended(
     out = torch.full((sum(tokens), heads, VALUE), float("nan"), dtype=torch.bfloat16)
     inputs, up = step(tokens, cached, tables), CudaUp(weight, heads, NOPE)
     programs = EmulatedPrograms()
-    op = CudaLatentAttention(LatentDecode(programs, 2, capability), ExpandedAttention(programs, capability))
+    op = CudaLatentAttention(
+        LatentDecode(programs, 2, capability), ExpandedAttention(programs, capability, interpreted=True, tiled=tiled)
+    )
     op(q, pool.latents(1), up, inputs, scale=SCALE, out=out, form=form)
     first = 0
     for n, c, (latent, rope) in zip(tokens, cached, contexts, strict=True):
@@ -101,28 +104,31 @@ def test_prompts_chunks_and_single_tokens_share_a_step(form: str) -> None:
 
 @EVERY_MODE
 def test_a_prompt_after_a_cached_prefix_is_the_formula(mode: str) -> None:
-    attended(mode, 3, [7, 5], [0, 30], block=48, form="expanded", capability=HOPPER)
+    for capability in (0, HOPPER):
+        attended(mode, 3, [7, 140], [0, 30], block=48, form="expanded", capability=capability)
+
+
+def test_torchs_attention_does_where_there_is_no_triton() -> None:
+    attended("int8", 3, [7, 5], [0, 30], form="expanded", tiled=False)
 
 
 def test_heads_beyond_what_is_expanded_at_once_take_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expanded, "ELEMENTS_AT_ONCE", 2 * 2 * 25 * (ROPE + NOPE))
+    monkeypatch.setattr(expanded, "ELEMENTS_AT_ONCE", 2 * 25 * (NOPE + VALUE))
     attended("int8", 5, [7], [18], form="expanded")
 
 
 @EVERY_MODE
 def test_a_context_leaves_its_pages_as_torchs_operators_read_it(mode: str) -> None:
-    heads, width, length = 3, ROPE + NOPE, 70
+    length = 70
     pool = KVPool(LatentLayout(2, RANK, ROPE, KVMode(mode), 32), 6)
     pool.storage.fill_(0xFF)
     table = torch.tensor([4, 1, 5], dtype=torch.int32)
     slots = table.long()[torch.arange(length) // 32] * 32 + torch.arange(length) % 32
     latent_write(pool.latents(1), torch.randn(length, RANK), torch.randn(length, ROPE), slots)
-    keys = torch.full((length, heads, width), 7.0, dtype=torch.bfloat16)
-    latent = expanded.ExpandedAttention(EmulatedPrograms())._context(pool.latents(1), table, length, keys)
-    wanted, rope = read_context(pool.latents(1), table, length, torch.bfloat16)
+    latent, rope = expanded.ExpandedAttention(EmulatedPrograms())._context(pool.latents(1), table, length)
+    wanted, key = read_context(pool.latents(1), table, length, torch.bfloat16)
     assert torch.equal(latent, wanted)
-    assert torch.equal(keys[..., :ROPE], rope.unsqueeze(1).expand(-1, heads, -1))
-    assert keys[..., ROPE:].eq(7.0).all()
+    assert torch.equal(rope, key)
 
 
 @EVERY_MODE

@@ -1,16 +1,19 @@
-"""A prompt's attention over keys and values made from its context's latents, which torch's attention then runs over.
+"""A prompt's attention over keys and values made from its context's latents.
 
-Choice: one kernel brings the context out of its pages and puts the rotary key into every head's key; both products
-write where attention reads. Prevents: a dozen operators a layer to turn pages into rows, and keys that are copied to
-be joined: short prompts were bound by the host's launches. Rejected: a kernel for the attention as well, since torch's
-runs at the speed of the matrix units.
+Choice: one kernel brings the context out of its pages, one product expands it for all heads, and one kernel attends;
+rotary keys stay shared. Prevents: a dozen operators a layer, which left short prompts bound by the host, and keys that
+are copied to be joined. Rejected: cuDNN's attention, which is as fast on a prompt with nothing before it, but takes 40
+ms to prepare for every length it has not met, 0.6 s for its first, and is half as fast behind a cached prefix.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -24,8 +27,12 @@ if TYPE_CHECKING:
 
 ELEMENTS_AT_ONCE = 1 << 28
 """Expanded keys and values that are held at a time, about: heads beyond take their turn."""
+TILE = {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 2}
+HOPPER_TILE = {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3}
+LARGEST = 128
+"""Elements of a head's own key or value that the kernel takes."""
 _WARPS = 4
-_SIGNATURE = "ppplpippii"
+_SIGNATURE = "ppplpipp"
 
 
 def unpack_spec(mode: str, block_size: int) -> KernelSpec:
@@ -36,12 +43,34 @@ def unpack_spec(mode: str, block_size: int) -> KernelSpec:
     )  # fmt: skip
 
 
+def tile_constants(rope_dim: int, nope_dim: int, v_dim: int) -> dict[str, int]:
+    """Constants of the kernel that attends."""
+    widths = {"R": rope_dim, "N": nope_dim, "V": v_dim}
+    return {f"D{key}": width for key, width in widths.items()} | {
+        f"P{key}": max(16, 1 << (width - 1).bit_length()) for key, width in widths.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Some heads' keys and values: `rope [L, Dr]` of all, `made [L, h, nope + Dv]`, its own key before its value."""
+
+    rope: torch.Tensor
+    made: torch.Tensor
+    nope: int
+
+
 class ExpandedAttention:
     """The last tokens of one request over all of its context, causal."""
 
-    def __init__(self, programs: Programs, capability: int = 0) -> None:
+    def __init__(
+        self, programs: Programs, capability: int = 0, *, interpreted: bool = False, tiled: bool | None = None
+    ) -> None:
+        """`tiled` False: torch's attention instead of the kernel, which is what happens without Triton."""
         self._programs = programs
-        self._hopper = capability == HOPPER
+        self._shape = HOPPER_TILE if capability == HOPPER else TILE
+        self._interpreted = interpreted
+        self._tiled = find_spec("triton") is not None if tiled is None else tiled
 
     def __call__(
         self,
@@ -57,53 +86,52 @@ class ExpandedAttention:
         """`q [n, H, Dr + Dn]` and `out [n, H, Dv]` in bfloat16, the last tokens of a context of `length` in the pages
         that `table [P] int32` names.
         """
-        width = pages.rope_dim + up.nope_dim
-        padded = max(width, up.v_dim)
-        step = max(1, min(up.num_heads, ELEMENTS_AT_ONCE // (2 * length * padded)))
-        # Values as wide as keys would cost cuDNN a tenth where nothing is cached before; other attention wants them so.
-        held = up.v_dim if self._hopper and len(q) == length and up.v_dim < width else padded
-        keys = torch.empty(length, step, padded, dtype=torch.bfloat16, device=q.device)
-        values = torch.empty(length, step, held, dtype=torch.bfloat16, device=q.device)
-        if padded > width:
-            keys[..., width:].zero_()
-        if held > up.v_dim:
-            values[..., up.v_dim :].zero_()
-        latent = self._context(pages, table, length, keys)
+        latent, rope = self._context(pages, table, length)
+        width = up.nope_dim + up.v_dim
+        step = max(1, ELEMENTS_AT_ONCE // (length * width))
+        tiled = self._tiled and max(up.nope_dim, up.v_dim) <= LARGEST
         for first in range(0, up.num_heads, step):
-            heads = slice(first, min(first + step, up.num_heads))
-            count = heads.stop - first
-            every = latent.expand(count, -1, -1)
-            own, below = keys[:, :count], values[:, :count]
-            made = own[..., pages.rope_dim : width].transpose(0, 1)
-            torch.bmm(every, up.keys[heads].transpose(1, 2), out=made)
-            torch.bmm(every, up.values[heads].transpose(1, 2), out=below[..., : up.v_dim].transpose(0, 1))
-            given = q[:, heads] if padded == width else pad(q[:, heads], (0, padded - width))
-            y = _attend(given, own, below, scale)
-            out[:, heads] = y[..., : up.v_dim]
+            rows = up.rows[first : first + step]
+            made = torch.mm(latent, rows.flatten(0, 1).t()).view(length, -1, width)
+            heads = slice(first, first + made.shape[1])
+            attend = self._tile if tiled else _whole
+            attend(q[:, heads], Keys(rope, made, up.nope_dim), scale, out[:, heads])
 
-    def _context(self, pages: LatentPages, table: torch.Tensor, length: int, keys: torch.Tensor) -> torch.Tensor:
-        """The latents `[L, R]` bfloat16; every head of `keys [L, h, W]` gets the rotary key."""
+    def _context(self, pages: LatentPages, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents `[L, R]` and rotary keys `[L, Dr]` in bfloat16."""
         if unfit(pages) is not None:
             latent, rope = read_context(pages, table, length, torch.bfloat16)
-            keys[..., : pages.rope_dim] = rope.unsqueeze(1)
-            return latent
-        latent = torch.empty(length, RANK, dtype=torch.bfloat16, device=keys.device)
+            return latent, rope.contiguous()
+        latent = torch.empty(length, RANK, dtype=torch.bfloat16, device=pages.latent.device)
+        rope = torch.empty(length, ROPE, dtype=torch.bfloat16, device=pages.latent.device)
         self._programs.kernel(unpack_spec(pages.mode, pages.block_size))(
             (-(-length // _WARPS), 1, 1), 32 * _WARPS,
-            (
-                pages.latent, pages.rope, pages.scale, page_bytes(pages), table, length, latent, keys, keys.shape[1],
-                keys.shape[2],
-            ), overlap=True,
+            (pages.latent, pages.rope, pages.scale, page_bytes(pages), table, length, latent, rope), overlap=True,
         )  # fmt: skip
-        return latent
+        return latent, rope
+
+    def _tile(self, q: torch.Tensor, keys: Keys, scale: float, out: torch.Tensor) -> None:
+        from deepseek_tgi.kernels.latent_attention.expanded_kernel import expanded_tile
+
+        tokens, (length, heads, _) = len(q), keys.made.shape
+        constants = tile_constants(keys.rope.shape[1], keys.nope, out.shape[2])
+        expanded_tile[-(-tokens // self._shape["BM"]), heads](
+            q, q.stride(0), keys.rope, keys.made, keys.made.stride(0), out, out.stride(0), tokens, length - tokens,
+            scale, **constants, **self._shape, UPCAST=self._interpreted,
+        )  # fmt: skip
 
 
-def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """`[n, H, Wv]` of `q [n, H, W]`, the last rows of `keys [L, H, W]` and `values [L, H, Wv]`."""
-    rows, length = q.shape[0], keys.shape[0]
-    q, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, keys, values))
-    if rows == length:
-        y = scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale)
-    else:
-        y = scaled_dot_product_attention(q, keys, values, attn_mask=causal_lower_right(rows, length), scale=scale)
-    return y[0].transpose(0, 1)
+def _whole(q: torch.Tensor, keys: Keys, scale: float, out: torch.Tensor) -> None:
+    """As `_tile`, by torch's attention over keys that are put together."""
+    whole = torch.cat((keys.rope.unsqueeze(1).expand(-1, keys.made.shape[1], -1), keys.made[..., : keys.nope]), 2)
+    width, v_dim = whole.shape[2], out.shape[2]
+    padded = max(width, v_dim)  # torch's faster attention wants values as wide as keys
+
+    def prepared(x: torch.Tensor) -> torch.Tensor:
+        return pad(x, (0, padded - x.shape[2])).transpose(0, 1).unsqueeze(0)
+
+    mask = causal_lower_right(len(q), len(whole))
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        values = prepared(keys.made[..., keys.nope :])
+        y = scaled_dot_product_attention(prepared(q), prepared(whole), values, attn_mask=mask, scale=scale)
+    out.copy_(y[0, ..., :v_dim].transpose(0, 1))

@@ -1,6 +1,6 @@
-// A request's context out of its pages, for attention over expanded keys: latents in bfloat16, and the rotary key where
-// every head's key has it. MODE numbers formats as latent_decode.cu does; INT4 stays in the rotated space of its groups.
-// A warp has a position, 16 elements of its latent a lane.
+// A request's context out of its pages in bfloat16, for attention over expanded keys. MODE numbers formats as
+// latent_decode.cu does; INT4 stays in the rotated space of its groups. A warp has a position, 16 elements of its latent
+// a lane.
 #include "device.cuh"
 
 constexpr int HELD = 16, WARPS = 4;
@@ -55,10 +55,10 @@ DEVICE void read_latent(const u8* row, const u8* scales, float (&x)[HELD]) {
   }
 }
 
-// `latent [length, RANK]`, and `keys [length, heads, key_width]` of which the first ROPE elements are written.
+// `latent [length, RANK]` and `rope [length, ROPE]` of the request with the block table `table`.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     latent_unpack(const u8* latents, const u8* ropes, const u8* scales, i64 page_bytes, const int* table, int length,
-                  u16* latent, u16* keys, int heads, int key_width) {
+                  u16* latent, u16* rope) {
   const int lane = lane_id(), position = blockIdx.x * WARPS + threadIdx.x / 32;
   wait_for_earlier();
   if (position >= length) return;
@@ -75,7 +75,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   to[1] = words4{made[4], made[5], made[6], made[7]};
   u32 pair = load_once4(ropes + page + place * ROPE * 2 + 4 * lane);
   if (MODE == 1) pair = bf16_pair(half_low(pair), half_high(pair));
-  u16* key = keys + (i64)position * heads * key_width + 2 * lane;
-  for (int head = 0; head < heads; head++, key += key_width) *(u32*)key = pair;
+  *(u32*)(rope + (i64)position * ROPE + 2 * lane) = pair;
 }
 EXPORT(latent_unpack)
