@@ -144,6 +144,13 @@ class ModelAdapter(ABC):
         """
         return None
 
+    def best_of(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """The likeliest token of each row `[3, R] float32`, as `kernels.best_token` gives them, if the step found them.
+
+        `logits` are what the last step returned, unchanged; of others, and where nothing is found ahead, None.
+        """
+        return None
+
     @abstractmethod
     def workspace_bytes(self, num_tokens: int, num_logit_rows: int) -> int:
         """Upper bound of temporary memory of a step with so many tokens and logit rows."""

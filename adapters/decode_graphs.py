@@ -5,6 +5,9 @@ takes the smallest recorded bucket it fits in, and the rows that are over write 
 block tables are wide: kernels divide the lengths they find on the device. Prevents: a host that is slower than the
 GPU, and a graph for every length. Rejected: graphs of whole lengths (memory), padding to powers of two alone (up to
 half of a step's rows for nothing).
+
+The likeliest token of each row is found in the same graph: nearly every request wants it, and what changes logits
+comes after.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import torch
 
 from deepseek_tgi.adapters.staging import PinnedRing
 from deepseek_tgi.core import ForwardInputs
-from deepseek_tgi.kernels.best_token import token_ids_on
+from deepseek_tgi.kernels.best_token import best_token_on, token_ids_on
+from deepseek_tgi.kernels.best_token.reference import best_token
 
 FIRST_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Recorded before a model is ready: twice as many rows as needed at worst, until the others are there."""
@@ -107,7 +111,7 @@ class GraphSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of the fixed inputs and outputs."""
-        return self.largest * (_ROW_BYTES + 4 * self.columns + 4 * self.vocab_size) + 4 * (self.largest + 1)
+        return self.largest * (_ROW_BYTES + 4 * self.columns + 4 * self.vocab_size + 12) + 4 * (self.largest + 1)
 
 
 class DecodeGraphs:
@@ -125,6 +129,7 @@ class DecodeGraphs:
         self._step = step
         self._capture = capture
         self._take_ids = token_ids_on(device)
+        self._find_best = best_token_on(device) or best_token
         self._left = _in_order(spec.buckets)
         self._replays: dict[int, Replay] = {}
         self._rows = _Rows(spec.largest, device)
@@ -133,6 +138,10 @@ class DecodeGraphs:
         self._offsets = torch.arange(spec.largest + 1, dtype=torch.int32, device=device)
         self._order = torch.arange(spec.largest, device=device)
         self._logits = torch.zeros(spec.largest, spec.vocab_size, device=device)
+        self._best = torch.zeros(3 * spec.largest, device=device)
+        self._results: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        """By rows of a step: the bucket they go to, their logits, their best tokens."""
+        self._given: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def recorded(self) -> Sequence[int]:
@@ -145,8 +154,15 @@ class DecodeGraphs:
             return False
         size = self._left.pop(0)
         self._rows.blank()
-        inputs, logits = self._inputs(size), self._logits[:size]
-        self._replays[size] = self._capture(lambda: self._step(inputs, logits))
+        inputs, logits, best = self._inputs(size), self._logits[:size], self._best[: 3 * size].view(3, size)
+        self._given = None
+        self._results.clear()
+
+        def step() -> None:
+            self._step(inputs, logits)
+            self._find_best(logits, best)
+
+        self._replays[size] = self._capture(step)
         return True
 
     def record_first(self) -> None:
@@ -166,15 +182,33 @@ class DecodeGraphs:
         count = inputs.cache_lens.shape[0]
         decodes = inputs.max_seqlen == 1 and inputs.input_ids.shape[0] == count == inputs.logit_rows.shape[0]
         fits = inputs.max_context <= self._spec.columns * self._spec.block_size
-        size = self.bucket(count) if decodes and fits else None
-        if size is None:
+        result = self._result(count) if decodes and fits else None
+        if result is None:
             return None
+        size, logits, best = result
         self._place_tables(inputs.block_tables)
         self._rows.place(inputs, size)
         if token_ids is not None:
             self._take_ids(token_ids, self._rows.ids[:count], self._spec.vocab_size)
         self._replays[size]()
-        return self._logits[:count]
+        self._given = logits, best
+        return logits
+
+    def best_of(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """`best_token` of what the last `run` returned; None for any other logits."""
+        given = self._given
+        return given[1] if given is not None and given[0] is logits else None
+
+    def _result(self, count: int) -> tuple[int, torch.Tensor, torch.Tensor] | None:
+        """Where a step of `count` rows goes and what comes of it, worked out once."""
+        found = self._results.get(count)
+        if found is None:
+            size = self.bucket(count)
+            if size is None:
+                return None
+            best = self._best[: 3 * size].view(3, size)[:, :count]
+            found = self._results[count] = size, self._logits[:count], best
+        return found
 
     def _place_tables(self, tables: torch.Tensor) -> None:
         """Write the block tables, unless they are those of the last step, untouched."""

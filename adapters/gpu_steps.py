@@ -81,6 +81,10 @@ class GpuSteps:
         self._choose_device()
         return self._graphs.run(inputs, token_ids)
 
+    def best_of(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """See `ModelAdapter.best_of`."""
+        return None if self._graphs is None else self._graphs.best_of(logits)
+
     def open_pool(self, pool: KVPool, max_requests: int, max_tokens: int) -> None:
         """See `ModelAdapter.open_pool`."""
         self.close_pool()

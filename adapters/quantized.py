@@ -154,6 +154,10 @@ class QuantizedModelAdapter(ModelAdapter):
             return None
         return self._gpu.step_with(inputs, token_ids, pool)
 
+    def best_of(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """See `ModelAdapter`; what is recorded in graphs finds them."""
+        return None if self._gpu is None else self._gpu.best_of(logits)
+
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """See `ModelAdapter`. Raises `RequestError` for a mask or ids that do not fit."""
         batch = ragged.pack(input_ids, attention_mask, self._info.vocab_size, self._layout.block_size)

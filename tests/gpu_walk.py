@@ -31,6 +31,8 @@ class Walk:
         self.pool = KVPool(adapter.kv_layout, 1 + columns * len(prompts), adapter.info.device)
         self.tables = (torch.randperm(columns * len(prompts)) + 1).int().view(len(prompts), columns)
         self.lengths = [0] * len(prompts)
+        self.best: list[list[int]] = []
+        """What recorded steps chose."""
         adapter.open_pool(self.pool, len(prompts), columns * size)
         self.logits = [self._feed(prompts)]
 
@@ -62,6 +64,9 @@ class Walk:
             self.pool,
         )
         self.lengths = [done + n for done, n in zip(self.lengths, counts, strict=True)]
+        best = self.adapter.best_of(logits)
+        if best is not None:
+            self.best.append([int(token) for token in best[0].tolist()])
         return logits.cpu().clone()
 
     def close(self) -> None:

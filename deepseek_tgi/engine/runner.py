@@ -104,7 +104,7 @@ class Runner:
             inputs = plan.inputs()
             logits = self._forward(inputs, inputs.slots, plan.history)
         forwarded = time.perf_counter_ns()
-        choosing = plan.sampling.begin(logits)
+        choosing = plan.sampling.begin(logits, self._adapter.best_of(logits))
         plan.move_on()
         unread = self._may_go_unread(batch.sequences, plan)
         ahead = self._launch_next(batch.sequences, plan, choosing.ids) if unread else None

@@ -112,13 +112,14 @@ class ReadBack:
     def __init__(self) -> None:
         self._host: torch.Tensor | None = None
         self._done: torch.Event | None = None
-        self._source = torch.empty(0)
+        self._here: list[list[float]] | None = None
 
     def begin(self, source: torch.Tensor) -> None:
-        """Start; the values of an earlier one are gone."""
-        self._source = source
+        """Start; the values of an earlier one are gone, and the source may be written again by what comes after."""
         if source.device.type == "cpu":
+            self._here = source.tolist()
             return
+        self._here = None
         if self._host is None or self._host.dtype != source.dtype or self._host.shape != source.shape:
             self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             self._done = torch.Event(source.device)
@@ -128,13 +129,12 @@ class ReadBack:
 
     def values(self) -> list[list[float]]:
         """All numbers, once they are here."""
-        values = self._source
-        if values.device.type != "cpu":
-            assert self._host is not None, "begun"
-            assert self._done is not None, "begun"
-            self._done.synchronize()
-            values = self._host
-        found: list[list[float]] = values.tolist()
+        if self._here is not None:
+            return self._here
+        assert self._host is not None, "begun"
+        assert self._done is not None, "begun"
+        self._done.synchronize()
+        found: list[list[float]] = self._host.tolist()
         return found
 
 
@@ -173,18 +173,21 @@ class SamplingPlan:
         """True if the result needs more of the device than the ids and what belongs to them."""
         return bool(self._topped)
 
-    def begin(self, logits: torch.Tensor) -> Choosing:
+    def begin(self, logits: torch.Tensor, best: torch.Tensor | None = None) -> Choosing:
         """As `run`, but the choice need not be read back yet; one at a time.
 
-        All is worked out where the logits are, and the copy of what it came to begins at once.
+        All is worked out where the logits are, and the copy of what it came to begins at once. `best` is what
+        `best_token` gives for the logits, if that is known.
         """
         if logits.device != self._device:
             self._device = logits.device
             self._best = best_token_on(logits.device)
             self._plain = self._plain.to(logits.device)
             self._warps = [(rows.to(self._device), values.to(self._device), warp) for rows, values, warp in self._warps]
-        logits = self._calibration(logits)
-        best = None if self._best is None else self._best(logits)
+        if self._calibration is not identity:
+            logits, best = self._calibration(logits), None
+        if best is None and self._best is not None:
+            best = self._best(logits)
         if best is not None and self._all_plain:
             return self._choosing(best, {}, None)
         peaks = logits.amax(-1)

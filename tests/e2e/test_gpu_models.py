@@ -11,7 +11,7 @@ import pytest
 import torch
 from builders import tiny_checkpoint
 from engine_driver import Driver
-from gpu_walk import loaded, on_processes, walked
+from gpu_walk import Walk, loaded, on_processes, walked
 from ranks import unused_port
 
 from deepseek_tgi.adapters import transfer
@@ -90,6 +90,24 @@ def test_recorded_steps_are_the_plain_ones(family_dir: Path) -> None:
     # Where contexts are cut may follow from how long they may get, so sums may run in another order.
     require_near(recorded, plain, 1e-2)
     require_near(padded, plain, 1e-2)
+
+
+@pytest.mark.parametrize("buckets", [(1, 2, 3), (4,)], ids=["fitting", "padded"])
+def test_recorded_steps_choose_what_their_logits_say(family_dir: Path, buckets: tuple[int, ...]) -> None:
+    plain, fed = walked(family_dir, replace(GPU, cuda_graphs=()), PROMPTS)
+    with loaded(family_dir, replace(GPU, cuda_graphs=buckets)) as adapter:
+        torch.manual_seed(3)
+        walk = Walk(adapter, PROMPTS)
+        for tokens in fed:
+            walk.decode(tokens)
+        walk.close()
+    assert walk.best == [logits.argmax(-1).tolist() for logits in walk.logits[1:]], "every step but the prompts'"
+    ahead = [logits.topk(2).values for logits in plain[1:]]
+    sure = [(top[:, 0] - top[:, 1] > 1e-2 * top[:, 0].abs()).tolist() for top in ahead]
+    eager = [logits.argmax(-1).tolist() for logits in plain[1:]]
+    for step, (chosen, expected) in enumerate(zip(walk.best, eager, strict=True)):
+        for row in range(len(PROMPTS)):
+            assert chosen[row] == expected[row] or not sure[step][row]
 
 
 def test_two_runs_give_the_same_bits(family_dir: Path) -> None:

@@ -27,8 +27,10 @@ def op(request: pytest.FixtureRequest) -> BestToken:
     found = best_token_on(torch.device("cuda"))
     assert found is not None
 
-    def moved(logits: torch.Tensor) -> torch.Tensor:
-        return found(logits.cuda()).cpu()
+    def moved(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is None:
+            return found(logits.cuda()).cpu()
+        return out.copy_(found(logits.cuda(), out.cuda()))
 
     return moved
 
@@ -95,6 +97,14 @@ def test_rows_may_lie_apart_and_none_is_fine(op: BestToken) -> None:
     wide = draw(4, 600)
     assert torch.equal(op(wide[:, :500]), op(wide[:, :500].contiguous()))
     assert op(draw(0, 10)).shape == (3, 0)
+
+
+def test_a_place_for_the_result_is_filled(op: BestToken) -> None:
+    logits, out = draw(3, CHUNK + 9), torch.full((3, 3), NAN)
+    assert op(logits, out) is out
+    assert torch.equal(out, op(logits))
+    with pytest.raises(GenerationError, match="best_token"):
+        op(logits, torch.zeros(3, 4))
 
 
 def test_misfits_are_refused(op: BestToken) -> None:

@@ -1,8 +1,8 @@
 """The likeliest token of each row: what choosing without any wishes comes to, in one pass over the logits.
 
-`best_token(logits [n, V] f32) -> [3, n] f32`: the index of the largest logit (the first of equals; exact, since V is at
-most 2^24), the logarithm of its softmax, and the logit itself. A row that holds NaN has NaN for its logit. Rows may lie
-apart; a row's bits do not depend on the others.
+`best_token(logits [n, V] f32, out=None) -> [3, n] f32`: the index of the largest logit (the first of equals; exact,
+since V is at most 2^24), the logarithm of its softmax, and the logit itself. A row that holds NaN has NaN for its
+logit. Rows may lie apart; a row's bits do not depend on the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_VOCAB = 1 << 24
 class BestToken(Protocol):
     """See the module's docstring."""
 
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 class TokenIds(Protocol):
@@ -34,13 +34,15 @@ class TokenIds(Protocol):
     def __call__(self, values: torch.Tensor, out: torch.Tensor, limit: int) -> None: ...
 
 
-def check_best_token(logits: torch.Tensor) -> None:
-    """Raise `GenerationError` for logits that do not fit."""
+def check_best_token(logits: torch.Tensor, out: torch.Tensor | None = None) -> None:
+    """Raise `GenerationError` for logits or a result that do not fit."""
     import torch
 
     fits = logits.dim() == 2 and logits.dtype == torch.float32 and 1 <= logits.shape[1] <= MAX_VOCAB
     if not (fits and logits.stride(1) == 1):
         refuse(f"best_token: got {describe('logits', logits)}, expected [n, up to {MAX_VOCAB}] float32, rows dense")
+    if out is not None and not (out.dtype == torch.float32 and out.is_contiguous() and out.shape == (3, len(logits))):
+        refuse(f"best_token: got {describe('out', out)}, expected [3, {len(logits)}] float32, dense")
 
 
 def best_token_on(device: torch.device) -> BestToken | None:

@@ -7,7 +7,7 @@ import torch
 from deepseek_tgi.kernels.best_token import check_best_token
 from deepseek_tgi.kernels.cuda.program import Programs, spec
 
-CHUNK, THREADS = 4096, 256
+CHUNK, THREADS = 2048, 256
 
 
 class BestTokenOp:
@@ -18,15 +18,16 @@ class BestTokenOp:
         self._in_chunk = programs.kernel(spec("best_token", "best_in_chunk", "plip", **sizes))
         self._of_chunks = programs.kernel(spec("best_token", "best_of_chunks", "piip", **sizes))
 
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See the contract."""
-        check_best_token(logits)
+        check_best_token(logits, out)
         rows, width = logits.shape
         chunks = -(-width // CHUNK)
         parts = torch.empty(rows, chunks, 3, device=logits.device)
-        out = torch.empty(3, rows, device=logits.device)
+        out = torch.empty(3, rows, device=logits.device) if out is None else out
         if rows:
-            self._in_chunk((chunks, rows, 1), THREADS, (logits, logits.stride(0), width, parts))
+            arguments = (logits, logits.stride(0), width, parts)
+            self._in_chunk((chunks, rows, 1), THREADS, arguments, overlap=True)
             self._of_chunks((rows, 1, 1), THREADS, (parts, chunks, rows, out), overlap=True)
         return out
 

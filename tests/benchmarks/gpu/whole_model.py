@@ -4,7 +4,8 @@
 
 A bare step is `ModelAdapter.step`: inputs on the host, logits on the device. `device` is its time by the GPU's own
 clock over many steps launched one behind the other, `wall` that of steps whose tokens are chosen and read back, as
-serving must.
+serving must, and `ahead` the same where each step is launched, with tokens that only the device knows, before those of
+the one before it are read: how an engine takes them while no request ends.
 Tokens a second are wall figures. Floors are bytes over the read bandwidth measured first. Weights are random, pages
 hold random codes.
 """
@@ -29,7 +30,7 @@ from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter
 from deepseek_tgi.core import ForwardInputs, SamplingParams
 from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.kv.pool import KVPool
-from deepseek_tgi.logits.pipeline import SamplingPlan, identity, sampling_state
+from deepseek_tgi.logits.pipeline import Choosing, SamplingPlan, identity, sampling_state
 from deepseek_tgi.logits.watermark import Watermark
 from tests.benchmarks.gpu.floors import TARGETS_TOKENS_PER_S, step_bytes
 from tests.benchmarks.gpu.random_model import LLAMA_8B, QWEN_7B, V2_LITE, RandomBackend, Shape, write_folder
@@ -131,13 +132,24 @@ def decode_row(run: Run, batch: int, context: int, bandwidth: float) -> dict[str
 
     greedy = SamplingPlan([sampling_state(SamplingParams(), [0])] * batch, Watermark(), identity)
 
+    def begun(logits: torch.Tensor) -> Choosing:
+        return greedy.begin(logits, run.adapter.best_of(logits))
+
     def read_back() -> list[int]:
-        return greedy.run(run.adapter.step(inputs, pool)).ids
+        return begun(run.adapter.step(inputs, pool)).result().ids
+
+    def launch_and_read(waiting: list[torch.Tensor]) -> list[int]:
+        choosing = begun(waiting.pop())
+        following = run.adapter.step_with(inputs, choosing.ids, pool)
+        waiting.append(run.adapter.step(inputs, pool) if following is None else following)
+        return choosing.result().ids
 
     first = _wall_seconds(read_back, 2)
     steps, repeats = max(2, min(STEPS, int(SAMPLE_S / first))), REPEATS if first < SAMPLE_S else 1
     device = [_device_seconds(run, lambda: run.adapter.step(inputs, pool), steps) for _ in range(repeats)]
     wall = [_wall_seconds(read_back, steps) for _ in range(repeats)]
+    waiting = [run.adapter.step(inputs, pool)]
+    ahead = statistics.median(_wall_seconds(partial(launch_and_read, waiting), steps) for _ in range(repeats))
     run.adapter.close_pool()
     pool.close()
     _forget()
@@ -146,13 +158,15 @@ def decode_row(run: Run, batch: int, context: int, bandwidth: float) -> dict[str
     target = TARGETS_TOKENS_PER_S.get((run.shape.name, batch, context))
     row: dict[str, Any] = {
         "what": "decode", "batch": batch, "context": context, "finite": finite, "device_s": statistics.median(device),
-        "wall_s": middle, "wall_spread_s": [min(wall), max(wall)], "tokens_per_s": batch / middle, "floor_s": floor,
+        "wall_s": middle, "wall_spread_s": [min(wall), max(wall)], "ahead_s": ahead,
+        "tokens_per_s": batch / middle, "ahead_tokens_per_s": batch / ahead, "floor_s": floor,
         "target_tokens_per_s": target,
     }  # fmt: skip
     verdict = "" if target is None else f"  target {target:.0f}: {'met' if batch / middle >= target else 'missed'}"
     print(
         f"  decode {batch:3d} x {context:5d}: device {row['device_s'] * 1e3:7.3f} ms, wall {middle * 1e3:7.3f} ms "
-        f"({min(wall) * 1e3:.3f}-{max(wall) * 1e3:.3f}), {batch / middle:8.0f} tok/s, floor {floor * 1e3:6.3f} ms "
+        f"({min(wall) * 1e3:.3f}-{max(wall) * 1e3:.3f}), {batch / middle:8.0f} tok/s, "
+        f"ahead {batch / ahead:8.0f}, floor {floor * 1e3:6.3f} ms "
         f"(x{middle / floor:.2f}){verdict}{'' if finite else '  LOGITS NOT FINITE'}"
     )
     return row

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,6 +126,40 @@ def test_fewer_rows_after_more_leave_no_row_behind() -> None:
     assert graphs._logits[1:4, 1].tolist() == [-1, -1, -1]
 
 
+def test_the_best_tokens_of_a_step_come_with_it_and_with_no_other() -> None:
+    recorder = Recorder()
+    graphs = graphs_of((1, 4), recorder)
+    graphs.record_first()
+    tables = torch.ones(3, 2, dtype=torch.int32)
+    logits = graphs.run(decode_inputs([5, 17, 30], tables))
+    assert logits is not None
+    assert recorder.replayed == 1, "found in the step's own recording"
+    best = graphs.best_of(logits)
+    assert best is not None
+    exact = logits.double().numpy()
+    assert best[0].tolist() == exact.argmax(1).tolist()
+    assert best[2].tolist() == exact.max(1).tolist()
+    np.testing.assert_allclose(best[1].numpy(), exact.max(1) - np.log(np.exp(exact).sum(1)), atol=1e-5)
+    assert graphs.best_of(logits.clone()) is None
+    assert graphs.best_of(logits[:2]) is None
+    following = graphs.run(decode_inputs([9], tables[:1]))
+    assert following is not None
+    assert graphs.best_of(logits) is None, "of the last step alone"
+    best = graphs.best_of(following)
+    assert best is not None
+    assert best[0].tolist() == following.argmax(1).tolist()
+
+
+def test_what_is_recorded_in_between_leaves_no_best_tokens() -> None:
+    graphs = graphs_of((1, 3, 6))
+    graphs.record_first()
+    logits = graphs.run(decode_inputs([5], torch.ones(1, 2, dtype=torch.int32)))
+    assert logits is not None
+    assert graphs.best_of(logits) is not None
+    assert graphs.record_next()
+    assert graphs.best_of(logits) is None
+
+
 def test_block_tables_are_read_again_only_where_they_may_differ() -> None:
     graphs = graphs_of((2,))
     graphs.record_first()
@@ -183,6 +218,10 @@ def test_a_recorded_model_gives_the_plain_models_logits_and_pages(model: Quantiz
         recorded = steps.step(inputs, pools[1])
         # Sums over contexts run over the tables' whole width here, and so in another order.
         torch.testing.assert_close(recorded, plain, atol=1e-4, rtol=1e-4)
+        best = steps.best_of(recorded)
+        assert best is not None
+        assert best[0].tolist() == plain.argmax(-1).tolist()
+        assert steps.best_of(plain) is None
         pages = [pool.storage.view(torch.float32) for pool in pools]
         torch.testing.assert_close(pages[1], pages[0], atol=1e-4, rtol=1e-4)
         assert torch.equal(pages[0] == 0, pages[1] == 0), "padding is stored nowhere"
@@ -244,6 +283,6 @@ def test_the_plan_covers_what_is_held(model: QuantizedModelAdapter) -> None:
     steps.open_pool(KVPool(model.kv_layout, 4), 8, 64)
     graphs = steps._graphs
     assert graphs is not None
-    held = [graphs._rows._memory, graphs._tables, graphs._offsets, graphs._logits]
+    held = [graphs._rows._memory, graphs._tables, graphs._offsets, graphs._logits, graphs._best]
     assert sum(tensor.nbytes for tensor in held) <= GraphSpec(usual_buckets(8), 4, 16, model.info.vocab_size).nbytes
     assert steps.overhead_bytes(8, 64) > sum(tensor.nbytes for tensor in held)

@@ -17,6 +17,7 @@ from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.core import HEALTH_REQUEST_ID, SamplingParams, StopRule
 from deepseek_tgi.engine.config import EngineConfig
 from deepseek_tgi.kernels.select import select_kernels
+from deepseek_tgi.logits.pipeline import Choosing, SamplingPlan
 
 CPU = torch.device("cpu")
 PROMPTS = ("one two the stop", "is Par one", "the the the two", "stop")
@@ -52,6 +53,28 @@ def recorded(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     runner._runs_ahead = True
     yield driver
     driver.engine.close()
+
+
+def test_choices_without_wishes_are_those_that_were_recorded(
+    recorded: Driver, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Driver(load(tiny_model_dir))
+    stop = StopRule(12, ignore_eos=True)
+    wishes = [SamplingParams(), SamplingParams(temperature=0.7, seed=3)]
+    expected = [plain.run(plain.request(PROMPTS[0], stop=stop, sampling=wish))[0].ids for wish in wishes]
+    given: list[tuple[bool, bool]] = []
+    begin = SamplingPlan.begin
+
+    def noted(plan: SamplingPlan, logits: torch.Tensor, best: torch.Tensor | None = None) -> Choosing:
+        given.append((len(logits) == 1, best is not None))
+        return begin(plan, logits, best)
+
+    monkeypatch.setattr(SamplingPlan, "begin", noted)
+    alone = recorded.request(PROMPTS[0], stop=stop)
+    assert recorded.run(alone)[0].ids == expected[0]
+    assert given == [(True, False), *[(True, True)] * 11], "the prompt's own is chosen apart"
+    both = [recorded.request(PROMPTS[0], stop=stop, sampling=wish) for wish in wishes]
+    assert [result.ids for result in recorded.run(*both)] == expected
 
 
 def load(folder: Path) -> QuantizedModelAdapter:

@@ -252,3 +252,34 @@ def test_an_op_for_plain_rows_changes_no_choice_and_no_other_row() -> None:
     helped = SamplingPlan(states_of([SamplingParams()] * 2), Watermark(), identity)
     helped._best = best_token
     assert helped.run(logits).failed == {1: "the model's logits are not finite"}
+
+
+def test_best_tokens_that_are_known_are_taken_for_those_who_wish_nothing() -> None:
+    logits = some_logits(len(MIXED), seed=4)
+    known = best_token(logits)
+    known[0, 0] = 17.0
+    expected = choose(logits, states_of(MIXED))
+    got = SamplingPlan(states_of(MIXED), Watermark(), identity).begin(logits.clone(), known).result()
+    assert got.ids == [17, *expected.ids[1:]]
+    plain = SamplingPlan(states_of([SamplingParams()] * 2), Watermark(), identity)
+    assert plain.begin(logits[:2].clone(), known[:, :2]).result().ids == [17, expected_of(logits[1])]
+
+
+def test_best_tokens_of_logits_that_are_calibrated_are_not_known_before() -> None:
+    logits = some_logits(2, seed=5)
+    plan = SamplingPlan(states_of([SamplingParams()] * 2), Watermark(), torch.neg)
+    assert plan.begin(logits.clone(), best_token(logits)).result().ids == logits.argmin(-1).tolist()
+
+
+def test_a_choice_that_is_on_its_way_does_not_change_with_its_source() -> None:
+    known = best_token(some_logits(2, seed=6))
+    ids = known[0].tolist()
+    plan = SamplingPlan(states_of([SamplingParams()] * 2), Watermark(), identity)
+    choosing = plan.begin(some_logits(2, seed=6), known)
+    known.fill_(5.0)
+    assert choosing.result().ids == ids
+
+
+def expected_of(row: torch.Tensor) -> int:
+    """The place of the largest."""
+    return max(range(len(row)), key=row.tolist().__getitem__)

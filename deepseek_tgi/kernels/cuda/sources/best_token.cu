@@ -16,88 +16,85 @@ DEVICE bool beats(Best a, Best b) {
   return a.value != a.value || a.value > b.value || (a.value == b.value && a.place < b.place);
 }
 
-// The best of all threads, in `shared[0]`.
-DEVICE Best block_best(Best own, Best* shared) {
-  shared[threadIdx.x] = own;
-  block_sync();
-  for (int half = THREADS / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half && beats(shared[threadIdx.x + half], shared[threadIdx.x])) {
-      shared[threadIdx.x] = shared[threadIdx.x + half];
-    }
-    block_sync();
+DEVICE Best best_of_warp(Best own) {
+#pragma unroll
+  for (int mask = 16; mask; mask /= 2) {
+    const Best other = {shuffle_xor(own.value, mask), shuffle_xor(own.place, mask)};
+    if (beats(other, own)) own = other;
   }
-  return shared[0];
+  return own;
 }
-
-DEVICE float block_total(float own, float* shared) {
-  shared[threadIdx.x] = own;
+// The best of all threads, in each of them; `shared` has a place for each warp.
+DEVICE Best block_best(Best own, Best* shared) {
+  own = best_of_warp(own);
+  if (lane_id() == 0) shared[threadIdx.x / 32] = own;
   block_sync();
-  for (int half = THREADS / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
-    block_sync();
-  }
-  return shared[0];
+  Best best = shared[0];
+#pragma unroll
+  for (int i = 1; i < THREADS / 32; i++)
+    if (beats(shared[i], best)) best = shared[i];
+  return best;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    best_in_chunk(const float* __restrict__ logits, i64 stride, int width, float* __restrict__ parts) {
-  __shared__ Best bests[THREADS];
-  __shared__ float sums[THREADS];
+    best_in_chunk(const float* logits, i64 stride, int width, float* parts) {
+  constexpr int HELD = CHUNK / THREADS;
+  __shared__ Best bests[THREADS / 32];
+  __shared__ float sums[32];
   const i64 row = blockIdx.y;
   const float* x = logits + row * stride;
-  const int start = blockIdx.x * CHUNK;
-  const int stop = start + CHUNK < width ? start + CHUNK : width;
-  Best own = {-infinity(), start};
+  const int start = blockIdx.x * CHUNK, first = start + threadIdx.x;
   wait_for_earlier();
-  for (int i = start + threadIdx.x; i < stop; i += THREADS) {
-    Best next = {x[i], i};
-    if (next.value == -infinity()) continue;
-    if (beats(next, own)) own = next;
+  let_next_start();
+  float held[HELD];
+#pragma unroll
+  for (int j = 0; j < HELD; j++) held[j] = first + j * THREADS < width ? x[first + j * THREADS] : -infinity();
+  Best own = {-infinity(), start};
+#pragma unroll
+  for (int j = 0; j < HELD; j++) {
+    const Best next = {held[j], first + j * THREADS};
+    if (next.value != -infinity() && beats(next, own)) own = next;
   }
-  Best best = block_best(own, bests);
+  const Best best = block_best(own, bests);
   float sum = 0.0f;
-  for (int i = start + threadIdx.x; i < stop; i += THREADS) {
-    if (best.value > -infinity()) sum += exp_near(x[i] - best.value);
-  }
-  sum = block_total(sum, sums);
+#pragma unroll
+  for (int j = 0; j < HELD; j++)
+    if (first + j * THREADS < width && best.value > -infinity()) sum += exp_near(held[j] - best.value);
+  sum = block_sum(sum, sums);
   if (threadIdx.x == 0) {
     float* part = parts + (row * gridDim.x + blockIdx.x) * 3;
     part[0] = best.value;
     part[1] = (float)best.place;
     part[2] = sum;
   }
-  let_next_start();
 }
 EXPORT(best_in_chunk)
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    best_of_chunks(const float* __restrict__ parts, int chunks, int rows, float* __restrict__ out) {
-  __shared__ Best bests[THREADS];
-  __shared__ float sums[THREADS];
+    best_of_chunks(const float* parts, int chunks, int rows, float* out) {
+  __shared__ Best bests[THREADS / 32];
+  __shared__ float sums[32];
   const i64 row = blockIdx.x;
   const float* own_parts = parts + row * chunks * 3;
   wait_for_earlier();
-  Best own = {-infinity(), 0};
-  bool any = false;
+  let_next_start();
+  Best own = {-infinity(), 0x7FFFFFFF};
   for (int i = threadIdx.x; i < chunks; i += THREADS) {
-    Best next = {own_parts[i * 3], (int)own_parts[i * 3 + 1]};
-    if (!any || beats(next, own)) own = next;
-    any = true;
+    const Best next = {own_parts[i * 3], (int)own_parts[i * 3 + 1]};
+    if (beats(next, own)) own = next;
   }
-  if (!any) own.place = 0x7FFFFFFF;
-  Best best = block_best(own, bests);
+  const Best best = block_best(own, bests);
   float sum = 0.0f;
   for (int i = threadIdx.x; i < chunks; i += THREADS) {
-    float value = own_parts[i * 3];
+    const float value = own_parts[i * 3];
     if (value > -infinity()) sum += own_parts[i * 3 + 2] * exp_near(value - best.value);
   }
-  sum = block_total(sum, sums);
+  sum = block_sum(sum, sums);
   if (threadIdx.x == 0) {
     out[row] = (float)best.place;
     out[rows + row] = -0.6931471805599453f * log2_near(sum);
     out[2 * rows + row] = best.value;
   }
-  let_next_start();
 }
 EXPORT(best_of_chunks)
 
