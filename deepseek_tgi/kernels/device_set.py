@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 TRITON_PROVIDERS: tuple[str, ...] = ("deepseek_tgi.kernels.paged_attention.triton",)
 """Modules with a `provide` of Triton kernels; in this order, later ones see what earlier ones brought."""
 CUDA_PROVIDERS: tuple[str, ...] = (
+    "deepseek_tgi.kernels.embedding.cuda",
     "deepseek_tgi.kernels.rms_norm.cuda",
     "deepseek_tgi.kernels.rope.cuda",
     "deepseek_tgi.kernels.silu_mul.cuda",

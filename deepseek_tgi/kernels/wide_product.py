@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 
 
-def wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x weight^T` as float32. Where torch can only return the operands' dtype, they are widened first."""
+def wide_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`x weight^T` as float32, in `out` if given. Where torch only returns the operands' dtype, they are widened."""
     if x.dtype == torch.float32 or not x.is_cuda:
-        return torch.nn.functional.linear(x.float(), weight.float())
-    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        y = torch.nn.functional.linear(x.float(), weight.float())
+        return y if out is None else out.copy_(y)
+    if out is None:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)

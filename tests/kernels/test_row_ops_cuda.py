@@ -6,6 +6,9 @@ import pytest
 import torch
 from emulation.emulated import EmulatedPrograms
 
+from deepseek_tgi.kernels.common import PlainDense
+from deepseek_tgi.kernels.embedding.cpu import embedding
+from deepseek_tgi.kernels.embedding.cuda import CudaEmbedding
 from deepseek_tgi.kernels.rms_norm.cuda import CudaRmsNorm
 from deepseek_tgi.kernels.silu_mul.cuda import CudaSiluMul
 
@@ -42,3 +45,24 @@ def test_gated_activation_rounds_once(width: int) -> None:
     got = CudaSiluMul(EmulatedPrograms())(gate_up)
     gate, up = gate_up.double().chunk(2, 1)
     assert close(got, gate / (1 + (-gate).exp()) * up)
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [8, 1032, 2048])
+def test_rows_are_looked_up_exactly(width: int, given: torch.dtype) -> None:
+    table, ids = torch.randn(9, width).to(given), torch.tensor([3, 8, 0, 3])
+    op = CudaEmbedding(EmulatedPrograms(), refusing)
+    assert torch.equal(op(ids, table), table[ids].float())
+    assert torch.equal(op(ids[::2], PlainDense(table)), table[ids[::2]].float())
+
+
+def test_tables_that_vectors_do_not_fit_are_left_to_others() -> None:
+    op, ids = CudaEmbedding(EmulatedPrograms(), embedding), torch.tensor([1, 0])
+    for table in (torch.randn(3, 12), torch.randn(3, 32)[:, :16], torch.randn(49)[1:].view(3, 16)):
+        assert torch.equal(op(ids, table), table[ids])
+    assert op(ids[:0], torch.randn(3, 16)).shape == (0, 16)
+
+
+def refusing(ids: torch.Tensor, table: object) -> torch.Tensor:
+    """Stands in for what is not to be asked."""
+    raise AssertionError
