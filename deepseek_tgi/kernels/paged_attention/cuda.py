@@ -185,9 +185,9 @@ class DecodeShape:
         if MODES[self.mode] < 2:
             return Tiling(1, 8, 1) if few else Tiling(2, 4, 2)
         if self.mode == "int4":
-            return Tiling(1, 8, 2) if few or self.centred else Tiling(2, 12, 1)
+            return Tiling(1, 8, 2) if few or self.centred else Tiling(2, 8, 2)
         if self.centred:
-            return Tiling(1, 4, 2) if self.fused else Tiling(1, 4, 3)
+            return Tiling(1, 8, 1) if self.fused else Tiling(1, 4, 3)
         return Tiling(1, 8, 2)
 
     def spec(self, tiling: Tiling) -> KernelSpec:

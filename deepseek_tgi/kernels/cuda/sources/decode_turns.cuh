@@ -47,7 +47,7 @@ DEVICE void turn_query(Turns& turns, int query, const float* q, const float* cen
   }
   if (lane_id() == 0) turns.grow[query] = 1.0f / shrink;
 }
-// Queries that are not: what is computed with them is not used, and no NaN.
+// Queries that are not.
 DEVICE void no_turns(Turns& turns, int query, int steps) {
   for (int i = lane_id(); i < 4 * steps; i += 32)
     turns.high[i / 4][4 * query + i % 4] = turns.low[i / 4][4 * query + i % 4] = 0;

@@ -53,50 +53,59 @@ DEVICE u32 load_params(const u8* p) {
   if constexpr (MODE == 2) return load_once4(p);
   return MODE == 3 ? load_once2(p) : 0;
 }
-// The lane's four scale bytes of an INT4 key: of its two groups in the lower half of the head, then in the upper.
+// The lane's four scale bytes of an INT4 key: of its groups in the lower half of the head, then in the upper; `p` is where
+// its first is.
+constexpr int KEY_SCALES_OF_LANE = DK == 256 ? 1 : 2;
 DEVICE u32 load_key_scales(const u8* p) {
-  const int t = lane_id() % 4;
-  if constexpr (DK == 256) return load_kept1(p + t) | load_kept1(p + 4 + t) << 8 | load_kept1(p + 8 + t) << 16 | load_kept1(p + 12 + t) << 24;
-  return load_kept2(p + 2 * t) | (u32)load_kept2(p + 8 + 2 * t) << 16;
+  if constexpr (DK == 256) return load_kept1(p) | load_kept1(p + 4) << 8 | load_kept1(p + 8) << 16 | load_kept1(p + 12) << 24;
+  return load_kept2(p) | (u32)load_kept2(p + 8) << 16;
 }
 // And the two of an INT4 value, a half word each.
-DEVICE u32 load_value_scales(const u8* p) {
-  const int g = lane_id() / 4;
-  return load_kept1(p + g) | load_kept1(p + 8 + g) << 16;
-}
+DEVICE u32 load_value_scales(const u8* p) { return load_kept1(p) | load_kept1(p + 8) << 16; }
 
 // 16 tokens from `place` (counted over the heads of a page) on, in the page that begins `page` bytes behind `rows`, and
 // their scales behind `params`.
 DEVICE void load_keys(KeyTile& tile, const u8* rows, const u8* params, i64 page, int place) {
   const int g = lane_id() / 4, t = lane_id() % 4;
+  if constexpr (MODE == 4) {  // registers suffice for an address that the others are constants away from
+    const u8* const row = rows + (page + (u32)((place + g) * K_ROW + t * K_LOAD));
+    const u8* const scales = params + (page + (u32)((place + g) * PARAM_BYTES + KEY_SCALES_OF_LANE * t));
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int c = 0; c < K_ROW / (4 * K_LOAD); c++)
+        load_piece<K_LOAD>(tile.rows[half] + c * K_LOAD / 4, row + 8 * half * K_ROW + c * 4 * K_LOAD);
+      tile.params[half] = load_key_scales(scales + 8 * half * PARAM_BYTES);
+    }
+    return;
+  }
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const u8* row = rows + (page + ((place + g + 8 * half) * K_ROW + t * K_LOAD));
 #pragma unroll
     for (int c = 0; c < K_ROW / (4 * K_LOAD); c++)
       load_piece<K_LOAD>(tile.rows[half] + c * K_LOAD / 4, row + c * 4 * K_LOAD);
-    const u8* scales = params + (page + (place + g + 8 * half) * PARAM_BYTES);
-    if (SCALED) tile.params[half] = load_params(scales);
-    if constexpr (MODE == 4) tile.params[half] = load_key_scales(scales);
+    if (SCALED) tile.params[half] = load_params(params + (page + (place + g + 8 * half) * PARAM_BYTES));
   }
 }
 DEVICE void load_values(ValueTile& tile, const u8* rows, const u8* params, i64 page, int place) {
   const int g = lane_id() / 4, t = lane_id() % 4;
+  const u8* const row = rows + (page + (u32)((place + 2 * t) * V_ROW + g * V_LOAD));
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const u8* row = rows + (page + ((place + 2 * t + i % 2 + 8 * (i / 2)) * V_ROW + g * V_LOAD));
 #pragma unroll
     for (int c = 0; c < V_ROW / (8 * V_LOAD); c++)
-      load_piece<V_LOAD>(tile.rows[i] + c * V_LOAD / 4, row + c * 8 * V_LOAD);
+      load_piece<V_LOAD>(tile.rows[i] + c * V_LOAD / 4, row + (i % 2 + 8 * (i / 2)) * V_ROW + c * 8 * V_LOAD);
   }
   if (SCALED) {
-    tile.params[0] = load_params(params + (page + (place + g) * PARAM_BYTES));
-    tile.params[1] = load_params(params + (page + (place + g + 8) * PARAM_BYTES));
+    const u8* const scales = params + (page + (u32)((place + g) * PARAM_BYTES));
+    tile.params[0] = load_params(scales);
+    tile.params[1] = load_params(scales + 8 * PARAM_BYTES);
   }
   if constexpr (MODE == 4) {
+    const u8* const scales = params + (page + (u32)((place + 2 * t) * PARAM_BYTES + g));
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      tile.params[i] = load_value_scales(params + (page + (place + 2 * t + i % 2 + 8 * (i / 2)) * PARAM_BYTES));
+    for (int i = 0; i < 4; i++) tile.params[i] = load_value_scales(scales + (i % 2 + 8 * (i / 2)) * PARAM_BYTES);
   }
 }
 // Tokens at or beyond `count` become zeros: what lies in a page behind the context may be NaN.
@@ -134,7 +143,11 @@ DEVICE void fill_levels(u8* table) {
 // Byte `byte` of `codes` times `scales`, those of the lower and the upper half of the head.
 DEVICE u32 widen_int4(u32 codes, int byte, u32 scales) {
   const u32 at = permute_bytes(codes, 4 * lane_id(), 0x7604 + (byte << 4));
+#if CLUSTER > 1
   return half_mul(*(const u32*)(dynamic_shared() + at), scales);
+#else
+  return half_mul(load_shared(at), scales);
+#endif
 }
 // Two scale bytes, a half word each, as halves: 64 times the scale.
 DEVICE u32 int4_scales(u32 bytes) { return bytes << 7; }

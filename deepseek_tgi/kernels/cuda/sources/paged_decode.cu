@@ -37,6 +37,7 @@ constexpr int OUT_HELD = DV / 32;                // elements of a result that a 
 constexpr int QUERY_ROW = DK / 2 + 1;            // words
 constexpr bool FACTORS_APART = MODE == 2 && !CENTRE;  // read where they are used: registers are short
 constexpr float SLACK = 8.0f;
+constexpr int SECTOR = 32;  // bytes that the cache asks for at least
 constexpr int V_SETS = MODE == 4 ? (RATIO <= 4 ? 1 : 2 * NT) : NT;  // columns of the product with values, by eight
 constexpr float LOG2_E = 1.4426950408889634f;
 #if CLUSTER > 1
@@ -126,6 +127,7 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
   const int lane = lane_id(), warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int groups = kv_heads * GROUPS;
 #if MODE == 4
+  if (CLUSTER == 1) check_shared_start();
   fill_levels(dynamic_shared());
 #endif
   const int flat = blockIdx.x * CLUSTER + blockIdx.y, blocks = gridDim.x * CLUSTER;
@@ -190,7 +192,7 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
     // The rows of cosines and sines of the warp's tokens, asked for in advance: they lie together.
     auto ask_turns = [&](int token) {
       const i64 row = (rotary / 2 + 1) * 8, end = smaller(token + 16 * TILES, length) * row;
-      for (i64 at = token * row + lane * 128; at < end; at += 32 * 128) load_kept8(turn_table + at);
+      for (i64 at = token * row + lane * SECTOR; at < end; at += 32 * SECTOR) load_kept8(turn_table + at);
     };
 #endif
     // A warp leaves when its own tiles end: the last piece may hold fewer.
@@ -217,6 +219,14 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
       shared.turns[0].pairs[i] = i < 4 * turn_steps ? turn_pairs[kv_head * 4 * turn_steps + i] : -1;
     ask_turns(token);
 #endif
+    // Queries that are not, of a group that is not full: what is computed with them is not used, and no NaN.
+    for (int query = queries + warp; query < QUERIES; query += WARPS) {
+      for (int i = lane; i < DK / 2; i += 32) shared.queries[query][i] = 0;
+      if (lane == 0) shared.factor[query] = shared.query_sum[query] = 0.0f;
+#if CENTRE
+      no_turns(shared.turns[query / 8], query % 8, turns_end);
+#endif
+    }
     if (FUSED) wait_for_earlier();
     if (FUSED || CENTRE) block_sync();
 
@@ -247,23 +257,16 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
     }
 #endif
 #pragma unroll 1
-    for (int query = (warp + (fresh ? WARPS - 2 : 0)) % WARPS; query < QUERIES; query += WARPS) {
-      const bool real = query < queries;
-#pragma unroll
-      for (int j = 0; j < HELD; j++) x[j] = 0.0f;
-      if (real) read_head(x, q, segment.request * q_stride + (i64)(first_head + query) * DK, DK);
+    for (int query = (warp + (fresh ? WARPS - 2 : 0)) % WARPS; query < queries; query += WARPS) {
+      read_head(x, q, segment.request * q_stride + (i64)(first_head + query) * DK, DK);
 #if FUSED
-      if (real) norm_and_turn(x, DK, q_norm, eps, true, shared.turn, rotary, own);
+      norm_and_turn(x, DK, q_norm, eps, true, shared.turn, rotary, own);
 #endif
 #if CENTRE
-      if (real) {
 #pragma unroll
-        for (int j = 0; j < DK / 32; j++) own[lane + 32 * j] = x[j];
-        warp_sync();
-        turn_query(shared.turns[query / 8], query % 8, own, shared.centre, shared.turns[0].pairs, turns_end, rotary);
-      } else {
-        no_turns(shared.turns[query / 8], query % 8, turns_end);
-      }
+      for (int j = 0; j < DK / 32; j++) own[lane + 32 * j] = x[j];
+      warp_sync();
+      turn_query(shared.turns[query / 8], query % 8, own, shared.centre, shared.turns[0].pairs, turns_end, rotary);
       warp_sync();
 #endif
       lay_query(shared, query, x, scale);
