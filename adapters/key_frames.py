@@ -1,9 +1,10 @@
 """Where a layer's `Frame` comes from: the bias of its key projection, or what it does with some text.
 
-Choice: for an INT8 or FP8 cache the centre of keys is the bias of `k_proj`, if the family has one: no data, exact. For
-an INT4 cache the model reads a fixed text of some 200 tokens when it is loaded, and the centre is the mean key of each
-head, which holds any bias; the text also shows the direction in which queries see keys. A pair of elements that adds
-less than its part to what 4 bits lose stays out of the centre, for each pair costs a step of every score.
+Choice: for an INT8 or FP8 cache the centre of keys is the bias of `k_proj`, as far as it is large beside what keys vary
+by, which random hidden states show: no data, exact. For an INT4 cache the model reads a fixed text of some 200 tokens
+when it is loaded, and the centre is the mean key of each head, which holds any bias; the text also shows the direction
+in which queries see keys. A pair of elements that adds less than its part to what low bits lose stays out of the
+centre, for each pair costs a step of every score.
 Prevents: 4-bit keys of llama-family models that lose 9 % of perplexity, for their keys have a large constant part
 without any bias. Rejected: means over random tokens (a third more loss), means over requests served (cached bytes would
 depend on the traffic), a file of statistics beside the checkpoint (one more thing to make, ship and get wrong).
@@ -53,10 +54,11 @@ LARGEST_SCORE_ERROR = 0.5
 """In nats, root of the mean square over the text: 4-bit keys of the models measured are off by 0.05 to 0.15."""
 
 
-def bias_frame(bias: torch.Tensor, rotary: int) -> Frame:
-    """The frame of keys `[G, D]` whose projection has `bias [G, D] float32`."""
-    limit = bias.square().sum(-1) * _BIAS_LEFT_OUT
-    return Frame(centre=_strongest(bias, rotary, limit)) if bool(bias.any()) else Frame()
+def bias_frame(bias: torch.Tensor, rotary: int, varies: torch.Tensor) -> Frame:
+    """The frame of keys `[G, D]` whose projection has `bias [G, D] float32`; `varies [G]` is their own, squared."""
+    limit = torch.maximum(bias.square().sum(-1) * _BIAS_LEFT_OUT, varies * _MEAN_LEFT_OUT)
+    centre = _strongest(bias, rotary, limit)
+    return Frame(centre=centre) if bool(centre.any()) else Frame()
 
 
 def frame_of(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> Frame | None:

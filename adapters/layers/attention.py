@@ -17,6 +17,9 @@ from deepseek_tgi.kernels.frame import Frame
 from deepseek_tgi.kernels.qkv_attention import HeadNorms, QkvAttention
 from deepseek_tgi.kernels.select import KernelSet
 
+_DRAWS = 4
+"""Hidden states of a sample; each shows a head's whole key."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
@@ -70,7 +73,7 @@ class Attention(Part):
         frame = None
         if spec.qkv_bias:
             bias = source.bias(f"{name}.k_proj", spec.kv_width).view(spec.num_key_value_heads, spec.head_dim)
-            frame = bias_frame(bias, config.rope_dim)
+            frame = bias_frame(bias, config.rope_dim, _variation(weights, spec, source.kernels, bias))
         return cls(layer, spec, weights, source.kernels, with_scales(frame, *source.cache_scales(name)))
 
     def start_learning(self) -> LearningAttention:
@@ -124,6 +127,24 @@ class Attention(Part):
             cos_sin=step.cos_sin, scale=self._scale, out=context, head_norms=weights.head_norms, frame=self.frame,
         )  # fmt: skip
         weights.output(context_rows, hidden, hidden)
+
+
+def _variation(
+    weights: AttentionWeights, spec: GroupedQueryAttention, kernels: KernelSet, bias: torch.Tensor
+) -> torch.Tensor:
+    """By how much keys of each head vary, squared, `[G]`: those of hidden states that point anywhere alike.
+
+    One row at a time, which takes the kernel that decoding takes.
+    """
+    widths = weights.norm.size, spec.q_width + 2 * spec.kv_width
+    hidden = torch.randn(_DRAWS, widths[0], generator=torch.Generator().manual_seed(0)).to(kernels.device)
+    normed, qkv = (torch.empty(1, width, dtype=kernels.activation_dtype, device=hidden.device) for width in widths)
+    total = torch.zeros_like(bias)
+    for draw in range(_DRAWS):
+        weights.qkv.after_norm(hidden[draw : draw + 1], weights.norm, normed, qkv)
+        keys = qkv[0, spec.q_width : spec.q_width + spec.kv_width].float().view(bias.shape)
+        total += (keys - bias).square()
+    return total.sum(-1) / _DRAWS
 
 
 def _load_head_norms(source: WeightSource, name: str, head_dim: int, eps: float) -> HeadNorms:
