@@ -3,18 +3,24 @@
 python -m tests.benchmarks.gpu.step_profile [--models llama lite] [--cache bfloat16] [--batches 1 16]
     [--context 1024] [--prompt 4096] [--serial]
 
-A kernel that starts while the one before it ends is counted from its start, so the sum may exceed the step; with
-`--serial` none does, and the step takes longer.
+Kernels are told apart by name, grid and shared memory. A kernel adds to a step what lies between the end of the one
+before it and its own: these add up to the step. `early` is how long before that end it started (launches overlap), or,
+below zero, how long after it: a gap. With `--serial` none starts early, and the step takes longer.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -89,12 +95,63 @@ def show(title: str, step: Callable[[], object]) -> None:
         for _ in range(STEPS):
             step()
         torch.cuda.synchronize()
-    events = sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)
-    total = sum(event.device_time_total for event in events) / STEPS
-    count = sum(event.count for event in events) / STEPS
-    print(f"{title}: {wall * 1e6:.0f} us a step, of which {total:.0f} in {count:.0f} kernels")
-    for event in events[:SHOWN]:
-        print(f"  {event.device_time_total / STEPS:9.1f} us {event.count / STEPS:6.1f} x  {event.key[:84]}")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        launches = launches_of(json.loads(file.read_text()))
+    kinds = by_kind(launches)
+    span = launches[-1].end - launches[0].start
+    print(
+        f"{title}: {wall * 1e6:.0f} us a step, {len(launches) / STEPS:.0f} kernels in {span / STEPS:.0f}"
+        f" ({sum(max(0.0, -x.early) for x in launches[1:]) / STEPS:.0f} us of gaps)"
+    )
+    print("   adds us  times    each    runs   early")
+    for kind, same in sorted(kinds.items(), key=lambda item: -sum(x.adds for x in item[1]))[:SHOWN]:
+        adds, early, runs = ([getattr(x, field) for x in same] for field in ("adds", "early", "runs"))
+        print(
+            f"  {sum(adds) / STEPS:8.1f} {len(same) / STEPS:6.1f} {statistics.median(adds):7.2f}"
+            f" {statistics.median(runs):7.2f} {statistics.median(early):7.2f}  {kind}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel's run, in microseconds; see the module's docstring."""
+
+    kind: str
+    start: float
+    end: float
+    early: float
+    adds: float
+
+    @property
+    def runs(self) -> float:
+        """From its start to its end."""
+        return self.end - self.start
+
+
+def launches_of(trace: dict[str, Any]) -> list[Launch]:
+    """What ran on the device, in the order of the starts."""
+    found = []
+    last: float | None = None
+    rows = [row for row in trace["traceEvents"] if row.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    for row in sorted(rows, key=lambda row: float(row["ts"])):
+        start, args = float(row["ts"]), row.get("args", {})
+        end = start + float(row["dur"])
+        kind = f"{row['name'][:60]} {args.get('grid', '')} x {args.get('block', '')}, {args.get('shared memory', 0)} B"
+        found.append(
+            Launch(kind, start, end, 0.0 if last is None else last - start, end - (start if last is None else last))
+        )
+        last = end if last is None else max(last, end)
+    return found
+
+
+def by_kind(launches: Sequence[Launch]) -> dict[str, list[Launch]]:
+    """The launches of each kind."""
+    kinds: dict[str, list[Launch]] = defaultdict(list)
+    for launch in launches:
+        kinds[launch.kind].append(launch)
+    return kinds
 
 
 if __name__ == "__main__":
