@@ -87,6 +87,9 @@ class Ranks(Protocol):
     def first_says(self, number: int) -> int:
         """The `number` of rank 0."""
 
+    def check(self) -> None:
+        """Raise if a rank is lost; asked when the results of a step are there, which may have been taken without it."""
+
     def together(self) -> AbstractContextManager[None]:
         """Around work that all ranks do: an error of this one is made fatal, and told to the others."""
 

@@ -1,8 +1,8 @@
 """What the ranks of one model exchange, and what happens when one is lost.
 
 Ranks of one machine exchange through memory that they share where they can, else through torch's process group. What
-lies on GPUs is exchanged by NCCL, in order with the step's own work and without the host waiting for it, so that CUDA
-graphs hold it.
+lies on GPUs is exchanged through their memory (`peers`) or by NCCL, in order with the step's own work and without the
+host waiting for it, so that CUDA graphs hold it.
 
 Choice: torch's process group is used directly, and every failure of an exchange is a `DeviceError` that names the lost
 rank: ranks that have missed an exchange can never agree again, so the process leaves. Prevents: a shard that waits for
@@ -16,10 +16,12 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from mmap import mmap
 from pathlib import Path
 from types import TracebackType
@@ -28,12 +30,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepseek_tgi.adapters.peers import Peers, connect
+from deepseek_tgi.adapters.rank_watch import RankWatch
 from deepseek_tgi.errors import DeviceError
 from deepseek_tgi.kernels.library import NativeLibrary
 from deepseek_tgi.kernels.rank_memory import SLOT_FLOATS, RankMemory, attach, create, forget
 
 EXIT_S = 0.5
 SWAP_TAG = 1
+LEAVE_S = 2.0
+"""How long who leaves waits for the others to do so."""
+TOLD_BYTES = 128
+"""Of what ranks tell each other in one piece, its length before it."""
 SWAPPED_FLOATS = 1 << 16
 """Up to here a swap takes less time than gloo's all-reduce (80 us to 205 for one row, 170 to 270 at the bound)."""
 Start = Callable[[], Any]
@@ -83,6 +91,10 @@ class RankGroup:
         self._processes = processes
         self._lost: str | None = None
         self._memory: RankMemory | None = None
+        self._peers: Peers | None = None
+        self._watch = None if on_gpus is None else RankWatch(processes, rank, self._lose)
+        self._ending = threading.Lock()
+        self._aborted = False
         self._theirs = torch.empty(SWAPPED_FLOATS)
 
     def share_memory(self, library: NativeLibrary | None) -> bool:
@@ -90,7 +102,7 @@ class RankGroup:
 
         `library` None: this rank cannot. Every rank must call it.
         """
-        if len({process.machine for process in self._processes}) > 1:
+        if not self.on_one_machine:
             return False
         name = f"deepseek-tgi-{self.first_says(secrets.randbits(62)):016x}"
         mapped: mmap | None = None
@@ -111,38 +123,74 @@ class RankGroup:
         self._memory = RankMemory(library, mapped, self.rank, self.world_size)
         return True
 
+    def share_gpus(self, device: torch.device) -> bool:
+        """Exchange through the memory of each other's GPUs from now on, this rank's being `device`, where that can be.
+
+        Says whether they do. Every rank must call it.
+        """
+        self._peers = connect(self, device, self._timeout_s)
+        if self._watch is None and self._peers is not None:
+            self._watch = RankWatch(self._processes, self.rank, self._lose)
+        return self._peers is not None
+
+    @property
+    def on_one_machine(self) -> bool:
+        """True if all ranks are."""
+        return len({process.machine for process in self._processes}) == 1
+
     @property
     def first(self) -> bool:
         """True on rank 0, which adds what is to be added once."""
         return self.rank == 0
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def parts_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank's parts of a sum are added to, so that `all_reduce` makes `tensor` the old one with all ranks'
+        parts added: itself on the first rank, else zeros.
+        """
+        if self.first:
+            return tensor
+        held = self._peers.exchange.parts_of(tensor) if self._peers is not None and on_gpu(tensor) else None
+        return tensor.zero_() if held is None else held
+
+    def all_reduce(self, tensor: torch.Tensor, parts: torch.Tensor | None = None) -> None:
         """Replace `tensor` (dense, any shape) by its sum over all ranks; the bits are the same on each.
+
+        What this rank brings are the `parts` of `parts_of`, if they are given.
 
         Two ranks simply swap what is short, which halves the messages that follow one another: a token's sums are
         bound by their time. a + b and b + a are the same bits.
         """
-        if tensor.device.type != "cpu":
+        if self._peers is not None and on_gpu(tensor) and self._peers.exchange.adds_up(tensor):
+            self.check()
+            self._peers.exchange.add_up(tensor, None if parts is tensor else parts)
+        elif on_gpu(tensor):
             self._wait("all_reduce", lambda: self._on_gpus.allreduce([tensor]))
         elif self._memory is not None:
-            self._check()
+            self.check()
             self._memory.add_up(tensor, self._late)
         elif self.world_size == 2 and tensor.numel() <= SWAPPED_FLOATS:
             tensor += self._swap(tensor)
         else:
             self._wait("all_reduce", lambda: self._group.allreduce([tensor]))
 
-    def gather_columns(self, own: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """`[R, sum(widths)]` from every rank's `own [R, widths[rank]]`, in rank order."""
+    def gather_columns(self, own: torch.Tensor, widths: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
+        """`[R, sum(widths)]` from every rank's `own [R, widths[rank]]`, in rank order; `out` (dense) where that is
+        written by one kernel.
+        """
         rows, most = own.shape[0], max(widths)
+        if self._peers is not None and on_gpu(own) and self._peers.exchange.gathers(rows, widths):
+            self.check()
+            out = own.new_empty(rows, sum(widths)) if out is None else out
+            self._peers.exchange.gather(own, widths, out)
+            return out
         if own.shape[1] < most:
             own = torch.nn.functional.pad(own, (0, most - own.shape[1]))
-        if self._memory is not None and own.numel() <= SLOT_FLOATS and own.device.type == "cpu":
-            self._check()
+        if self._memory is not None and own.numel() <= SLOT_FLOATS and not on_gpu(own):
+            self.check()
             parts = [part.view(rows, most) for part in self._memory.of_all(own.view(-1), self._late)]
             return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
         every = own.new_empty(self.world_size * rows, most)
-        group = self._group if own.device.type == "cpu" else self._on_gpus
+        group = self._on_gpus if on_gpu(own) else self._group
         self._wait("all_gather", lambda: group._allgather_base(every, own))
         parts = [every[r * rows : (r + 1) * rows, :width] for r, width in enumerate(widths)]
         return every.view(1, -1) if rows == 1 and min(widths) == most else torch.cat(parts, 1)
@@ -159,12 +207,20 @@ class RankGroup:
         """The `number` of rank 0."""
         held = torch.tensor([number], dtype=torch.int64)
         if self._memory is not None:
-            self._check()
+            self.check()
             return int(self._memory.of_all(held.view(torch.float32), self._late)[0].view(torch.int64))
         options: Any = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._wait("broadcast", lambda: self._group.broadcast([held], options))
         return int(held)
+
+    def tell_all(self, own: bytes) -> list[bytes]:
+        """What every rank tells, in rank order: less than `TOLD_BYTES`."""
+        assert len(own) < TOLD_BYTES, f"{len(own)} bytes"
+        told = torch.frombuffer(bytearray([len(own), *own.ljust(TOLD_BYTES - 1)]), dtype=torch.uint8)
+        every = torch.empty(self.world_size * TOLD_BYTES, dtype=torch.uint8)
+        self._wait("all_gather", lambda: self._group._allgather_base(every, told))
+        return [bytes(row[1 : 1 + row[0]]) for row in every.view(-1, TOLD_BYTES).tolist()]
 
     def together(self) -> Together:
         """A context for work that exchanges: an error in it is fatal, since the other ranks wait for this one."""
@@ -173,15 +229,50 @@ class RankGroup:
     def break_up(self, reason: str) -> None:
         """Take part in no exchange any more, and let the others find out; `reason` is the error of who tries."""
         self._lost = self._lost or reason
+        if self._watch is not None:
+            self._watch.stop()
         if self._memory is not None:
             self._memory.leave()
-        if self._on_gpus is not None:
-            self._on_gpus.abort()  # or a kernel that waits for the others would never end
+        self._end_waits()
         self._group = self._on_gpus = None  # the last reference: only its destructor closes the connections
 
     def close(self) -> None:
-        """Leave."""
+        """Leave; nothing runs that exchanges. What GPUs share goes with the process if a rank was lost."""
+        peers, whole = self._peers, self._lost is None
+        if peers is not None and whole:
+            peers.let_go()
+            with suppress(RuntimeError):
+                self._meet_to_leave()
         self.break_up(f"rank {self.rank} has left the group")
+        if peers is not None and whole:
+            peers.close()
+
+    def check(self) -> None:
+        """Raise if a rank is known to be lost, one that a GPU waited for in vain included."""
+        late = None if self._lost is not None or self._peers is None else self._peers.late_rank
+        if late is not None:
+            self._lost = f"rank {self.rank}: no answer from rank {late} within {self._timeout_s:g} s"
+        if self._lost is not None:
+            raise DeviceError(self._lost)
+
+    def _lose(self, ranks: Sequence[int]) -> None:
+        """Their processes have ended: let no GPU wait for them. Called from a thread of its own."""
+        pids = listed([self._processes[rank].pid for rank in ranks])
+        self._lost = self._lost or f"rank {self.rank}: rank {listed(ranks)} is gone (process {pids})"
+        self._end_waits()
+
+    def _end_waits(self) -> None:
+        with self._ending:
+            if self._peers is not None:
+                self._peers.end()
+            if self._on_gpus is not None and not self._aborted:
+                self._aborted = True
+                self._on_gpus.abort()  # or a kernel that waits for the others would never end
+
+    def _meet_to_leave(self) -> None:
+        options: Any = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=LEAVE_S)
+        self._group.allreduce([torch.zeros(1)], options).wait()
 
     def _swap(self, tensor: torch.Tensor) -> torch.Tensor:
         """The other rank's tensor, in memory that the next swap takes again."""
@@ -197,16 +288,12 @@ class RankGroup:
         return theirs
 
     def _wait(self, name: str, start: Start) -> None:
-        self._check()
+        self.check()
         try:
             start().wait()
         except RuntimeError as error:
             self._lost = self._blame(name, error)
             raise DeviceError(self._lost) from error
-
-    def _check(self) -> None:
-        if self._lost is not None:
-            raise DeviceError(self._lost)
 
     def _late(self, rank: int, left: bool, waited_s: float) -> None:
         """Raise for a rank that will not come."""
@@ -251,7 +338,8 @@ class Together:
         self._group = group
 
     def __enter__(self) -> None:
-        """Nothing to prepare."""
+        """Refuse if a rank is lost: a recorded step asks nobody."""
+        self._group.check()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -262,6 +350,11 @@ class Together:
         reason = f"rank {self._group.rank}: a step failed that other ranks are in: {type(error).__name__}: {error}"
         self._group.break_up(reason)
         raise DeviceError(reason) from error
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """True for what the host does not see."""
+    return tensor.device.type != "cpu"
 
 
 def _machine() -> str:

@@ -218,6 +218,7 @@ def _join(options: LoadOptions, kernels: KernelSet) -> RankGroup | None:
     meeting = Meeting(options.rank, options.world_size, options.master_addr, options.master_port)
     group = join(meeting, kernels.device)
     if kernels.device.type != "cpu":
+        group.share_gpus(kernels.device)
         return group
     shared = group.share_memory(load_library() if kernels.name == "native" else None)
     logger.info("ranks exchange through %s", "memory that they share" if shared else "sockets (gloo)")

@@ -36,7 +36,8 @@ class Head:
     def __call__(self, hidden: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[R, V] float32`, owned by the caller, of `hidden[rows]`; `rows [R]` ascending and distinct.
 
-        `hidden [T, H]` is used up. Every rank gets the same bits. Where the matrix is whole, `out` may be given.
+        `hidden [T, H]` is used up. Every rank gets the same bits. `out` is written to, and returned, where one kernel
+        makes the whole of it.
         """
         if rows.shape[0] != hidden.shape[0]:
             hidden = hidden.index_select(0, rows)
@@ -44,4 +45,4 @@ class Head:
         own = hidden.new_empty(hidden.shape[0], width) if out is None or self.group is not None else out
         normed = hidden if self.dtype == hidden.dtype else torch.empty_like(hidden, dtype=self.dtype)
         self.matrix(self.norm(hidden, normed), None, own)
-        return own if self.group is None else self.group.gather_columns(own, self.widths)
+        return own if self.group is None else self.group.gather_columns(own, self.widths, out)

@@ -1,8 +1,8 @@
 """Products of which each rank computes a part: a product over some of the inputs, added up over all ranks.
 
-Choice: the first rank adds its part to the residual stream, the others add theirs to nothing, and one all-reduce in
-place gives every rank the stream with the whole sum. Prevents: a second buffer and a second pass for what a step does
-twice a layer, and a residual or bias that is counted once a rank. Rejected: summing the parts aside and adding them.
+Choice: the first rank adds its part to the residual stream, the others add theirs to nothing, and one all-reduce gives
+every rank the stream with the whole sum. Prevents: a second pass for what a step does twice a layer, and a residual or
+bias that is counted once a rank. Rejected: summing the parts aside and adding them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ class PartialSum:
         """`group` None: the parts are whole."""
         self._group = group
 
-    def begin(self, hidden: torch.Tensor) -> None:
-        """Make `hidden` what this rank's parts are added to."""
-        if self._group is not None and not self._group.first:
-            hidden.zero_()
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What this rank's parts are added to."""
+        return hidden if self._group is None else self._group.parts_of(hidden)
 
-    def end(self, hidden: torch.Tensor) -> None:
-        """Make `hidden` the stream again, with the sum of all ranks' parts, bit for bit the same on each."""
+    def end(self, hidden: torch.Tensor, parts: torch.Tensor) -> None:
+        """Make `hidden` the stream with the sum of all ranks' parts, bit for bit the same on each."""
         if self._group is not None:
-            self._group.all_reduce(hidden)
+            self._group.all_reduce(hidden, parts)
 
 
 class PartialLinear(Linear):

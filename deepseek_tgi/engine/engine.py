@@ -307,10 +307,14 @@ class Engine:
         return StepResult(stepped.generations, None, stepped.timings(time.perf_counter_ns() - start, None))
 
     def _run(self, runner: Runner, batch: Batch) -> Stepped:
+        ranks = self._adapter.ranks
         try:
             return runner.run(batch)
         except torch.AcceleratorError as error:  # nothing works on that device any more
             raise DeviceError(f"{self._adapter.info.device} failed: {str(error).splitlines()[0]}") from error
+        finally:
+            if ranks is not None:
+                ranks.check()  # without one of them, the step gave nonsense
 
     def _mine(self, generations: Items[Generation]) -> list[Generation]:
         """Those that this rank reports."""

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.gpu.ranks [--models llama lite] [--worlds 1 2] [--cache int8] [--json FILE]
 
 Steps are bare (`ModelAdapter.step`), recorded in CUDA graphs where they decode, with the ranks' sums inside; a decode
-step's time holds the arg-max read back. All ranks take the same steps; rank 0's times are told. `sum_us` is one sum of
-a step's rows over the ranks, recorded as in a step.
+step's time holds the arg-max read back. All ranks take the same steps; rank 0's times are told. `sum` is one sum of so
+many rows over the ranks as steps take it, `NCCL sum` the same by NCCL alone; 64 of them are recorded in one graph.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.decode_graphs import CudaCapture
 from deepseek_tgi.adapters.parallel import RankGroup
+from deepseek_tgi.adapters.rendezvous import Meeting, join
 from tests.benchmarks.gpu.random_model import RandomBackend, write_folder
 from tests.benchmarks.gpu.whole_model import (
     MAX_TOKENS,
@@ -38,6 +39,7 @@ from tests.benchmarks.gpu.whole_model import (
 from tests.benchmarks.measure import circumstances
 
 STEPS, REPEATS = 20, 5
+SUMS, SUM_STEPS = 64, 5
 LIMIT_S = 240.0
 
 
@@ -113,7 +115,11 @@ def measured(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows += [prefill_row(run, tokens) for tokens in args.prompts]
     if adapter.ranks is not None and run.device.type == "cuda":
         hidden = int(MODELS[name].config["hidden_size"])
-        rows += [sum_row(run, batch, hidden) for batch in args.batches]
+        meeting = Meeting(rank, world, port=args.port + 1)
+        groups = {"sum": adapter.ranks, "NCCL sum": join(meeting, run.device)}
+        counts = [*args.batches, *args.prompts]
+        rows += [sum_row(run, name, group, count, hidden) for count in counts for name, group in groups.items()]
+        groups["NCCL sum"].close()
     adapter.close()
     return rows
 
@@ -136,19 +142,18 @@ def prefill_row(run: Run, tokens: int) -> dict[str, Any]:
     return {"what": "prefill", "tokens": tokens, **seconds}
 
 
-def sum_row(run: Run, batch: int, hidden: int) -> dict[str, Any]:
-    """Sums of `[batch, hidden] float32` over the ranks, 64 in one graph."""
-    group = run.adapter.ranks
+def sum_row(run: Run, what: str, group: Any, rows: int, hidden: int) -> dict[str, Any]:
+    """Sums of `[rows, hidden] float32` over the ranks of `group`."""
     assert isinstance(group, RankGroup)
-    x = torch.ones(batch, hidden, device=run.device)
+    x = torch.zeros(rows, hidden, device=run.device)
 
     def sums() -> None:
-        for _ in range(64):
+        for _ in range(SUMS):
             group.all_reduce(x)
 
     replay = CudaCapture(run.device)(sums)
-    seconds = timed(partial(_finished, replay), STEPS)
-    return {"what": "sum", "batch": batch, **{key: value / 64 for key, value in seconds.items()}}
+    seconds = timed(partial(_finished, replay), SUM_STEPS)
+    return {"what": what, "rows": rows, **{key: value / SUMS for key, value in seconds.items()}}
 
 
 def _finished(work: Callable[[], None]) -> None:
@@ -175,13 +180,14 @@ def show(name: str, world: int, by_world: dict[int, Any]) -> None:
     print(f"{MODELS[name].name} on {world} GPU{'s' * (world > 1)}")
     for row in by_world[world]:
         gain = f", {alone[_key(row)] / row['seconds']:.2f} times as fast as one" if _key(row) in alone else ""
-        of = " ".join(f"{key} {row[key]}" for key in ("batch", "context", "tokens") if key in row)
-        spread = f"{row['least_s'] * 1e3:.3f}-{row['most_s'] * 1e3:.3f}"
-        print(f"  {row['what']} {of}: {row['seconds'] * 1e3:.3f} ms ({spread}){gain}", flush=True)
+        of = " ".join(f"{key} {row[key]}" for key in ("batch", "context", "tokens", "rows") if key in row)
+        unit, factor = ("us", 1e6) if "rows" in row else ("ms", 1e3)
+        spread = f"{row['least_s'] * factor:.3f}-{row['most_s'] * factor:.3f}"
+        print(f"  {row['what']} {of}: {row['seconds'] * factor:.3f} {unit} ({spread}){gain}", flush=True)
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["what"], row.get("batch"), row.get("tokens")
+    return row["what"], row.get("batch"), row.get("tokens"), row.get("rows")
 
 
 if __name__ == "__main__":

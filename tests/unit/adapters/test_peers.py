@@ -1,0 +1,195 @@
+"""How ranks come to add up through each other's memory, or do not; the memory of GPUs is a file of each rank's here."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from emulation.emulated import EmulatedPrograms
+from gpu_walk import on_processes
+from ranks import unused_port
+
+from deepseek_tgi.adapters import parallel, peers
+from deepseek_tgi.adapters.parallel import Process, RankGroup
+from deepseek_tgi.adapters.peers import Peers
+from deepseek_tgi.adapters.rank_watch import RankWatch
+from deepseek_tgi.adapters.rendezvous import Meeting, join
+from deepseek_tgi.errors import DeviceError
+from deepseek_tgi.kernels.compiler import BuildError
+from deepseek_tgi.kernels.cuda.machine import Machine
+from deepseek_tgi.kernels.peer_exchange import PeerSizes
+
+CPU = torch.device("cpu")
+COUNTS = (5, 5000, 1)
+
+
+class FileMemory:
+    """A `PeerMemory` that is a file. `fault` is what is wrong with it."""
+
+    def __init__(self, folder: Path, rank: int, fault: str, device: torch.device, num_bytes: int) -> None:
+        if fault == "none to lend":
+            raise DeviceError("cpu: the driver gives no memory")
+        self._path = folder / f"rank {rank}"
+        with self._path.open("wb") as file:
+            file.truncate(num_bytes)
+        self._fault = fault
+        self._word = torch.zeros(1, dtype=torch.int32)
+        self.over_address = self._word.data_ptr()
+        self.mapped: list[torch.Tensor] = []
+
+    @property
+    def over(self) -> int:
+        return int(self._word)
+
+    def told(self) -> bytes:
+        return str(self._path).encode()
+
+    def reach(self, all_told: Sequence[bytes], own: int) -> list[int]:
+        if self._fault == "no way":
+            raise DeviceError("cpu: the driver gives no way to the memory of rank 0")
+        for rank, told in enumerate(all_told):
+            with Path(told.decode()).open("r+b") as file:
+                lost = self._fault == "lost writes" and rank != own
+                kind = mmap.ACCESS_COPY if lost else mmap.ACCESS_WRITE
+                self.mapped.append(torch.frombuffer(mmap.mmap(file.fileno(), 0, access=kind), dtype=torch.uint8))
+        return [memory.data_ptr() for memory in self.mapped]
+
+    def end(self) -> None:
+        self._word.fill_(1)
+
+    def let_go(self) -> None:
+        self.mapped.clear()
+
+    def close(self) -> None:
+        assert not self.mapped
+        self._path.unlink()
+
+
+def connected(folder: Path, port: int, faults: Sequence[str], rank: int) -> tuple[list[float] | None, list[str]]:
+    """Sums of what ranks bring, `rank + 1` each, and what was said of the way."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    peers.logger.addHandler(handler)
+    peers.logger.setLevel(logging.INFO)
+    group = join(Meeting(rank, len(faults), "localhost", port, 30.0))
+    machine = Machine(EmulatedPrograms(), 1, 90)
+    no_compiler = BuildError("CUDA C++ cannot be compiled here")
+    machine_of = mock.Mock(side_effect=no_compiler) if faults[rank] == "no compiler" else lambda device: machine
+    with (
+        mock.patch.object(peers, "machine_of", machine_of),
+        mock.patch.object(peers, "PeerMemory", partial(FileMemory, folder, rank, faults[rank])),
+        mock.patch.object(peers, "TRIAL_S", 1.0),
+        mock.patch.object(parallel, "on_gpu", return_value=True),
+    ):
+        if not group.share_gpus(CPU):
+            group.close()
+            return None, said
+        sums = []
+        for count in COUNTS:
+            x = torch.full((count,), rank + 1.0)
+            group.all_reduce(x)
+            sums.append(float(x.sum()))
+        columns = group.gather_columns(torch.full((2, 3), rank + 1.0), [3] * len(faults))
+        assert columns.tolist() == [[r + 1.0 for r in range(len(faults)) for _ in range(3)]] * 2
+        group.close()
+    with pytest.raises(DeviceError, match="has left the group"):
+        group.check()
+    return sums, said
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_add_up_through_memory_that_they_lend_each_other(tmp_path: Path, world: int) -> None:
+    found = on_processes(world, partial(connected, tmp_path, unused_port(), [""] * world))
+    each = world * (world + 1) // 2
+    said = "ranks exchange through each other's memory"
+    if world > 2:
+        said += f", and through NCCL what has more than {PeerSizes(world).floats} numbers to add up"
+    assert found == [([each * c for c in COUNTS], [said])] * world
+    assert not list(tmp_path.iterdir()), "all was given back"
+
+
+@pytest.mark.parametrize(
+    ("fault", "own", "others"),
+    [
+        ("no compiler", "CUDA C++ cannot be compiled here", "rank 1 has no memory for it"),
+        ("none to lend", "cpu: the driver gives no memory", "rank 1 has no memory for it"),
+        (
+            "no way",
+            "cpu: the driver gives no way to the memory of rank 0",
+            "another rank does not reach the memory of all",
+        ),
+        ("lost writes", "their first sums came out wrong", "their first sums came out wrong"),
+    ],
+)
+def test_what_one_rank_cannot_none_does_and_each_says_why(tmp_path: Path, fault: str, own: str, others: str) -> None:
+    found = on_processes(2, partial(connected, tmp_path, unused_port(), ["", fault]))
+    start = "ranks exchange through NCCL alone, which is slower for few tokens: "
+    assert found == [(None, [start + others]), (None, [start + own])]
+    assert not list(tmp_path.iterdir()), "all was given back"
+
+
+def test_ranks_of_several_machines_or_too_many_do_not_try() -> None:
+    for processes, why in (
+        ([Process(1, "here"), Process(2, "there")], "they are on several machines"),
+        ([Process.own()] * 9, "there are more than 8 of them"),
+    ):
+        group = RankGroup(None, 0, processes, 1.0)
+        with mock.patch.object(peers.logger, "info") as info:
+            assert not group.share_gpus(CPU)
+        assert info.call_args.args[1] == why
+
+
+def test_a_rank_that_a_gpu_waited_for_in_vain_is_named() -> None:
+    memory = mock.Mock(over=0)
+    group = RankGroup(None, 0, [Process.own()] * 3, 7.0)
+    with mock.patch.object(parallel, "connect", return_value=Peers(memory, mock.Mock())):
+        assert group.share_gpus(CPU)
+    group.check()
+    memory.over = 1  # ended by the host, who knows why
+    group.check()
+    memory.over = 4
+    for ask in (group.check, lambda: group.all_reduce(torch.ones(3))):
+        with pytest.raises(DeviceError, match=r"^rank 0: no answer from rank 2 within 7 s$"):
+            ask()
+    group.close()
+    memory.close.assert_not_called()  # kernels may still look at it
+
+
+def test_a_rank_whose_process_ends_is_noticed_while_nobody_asks() -> None:
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    aborted = threading.Event()
+    on_gpus = mock.Mock(abort=aborted.set)
+    memory = mock.Mock(over=0)
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as peer:
+        group = RankGroup(None, 0, [Process.own(), Process(peer.pid, Process.own().machine)], 60.0, on_gpus)
+        with mock.patch.object(parallel, "connect", return_value=Peers(memory, mock.Mock())):
+            group.share_gpus(CPU)
+        assert not aborted.wait(0.3)
+        group.check()
+        peer.kill()
+        assert aborted.wait(5), "NCCL waits on"
+        memory.end.assert_called()
+        with pytest.raises(DeviceError, match=rf"^rank 0: rank 1 is gone \(process {peer.pid}\)$"):
+            group.check()
+        group.close()
+
+
+def test_a_watch_that_was_stopped_says_nothing() -> None:
+    ended = mock.Mock()
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as peer:
+        watch = RankWatch([Process.own(), Process(peer.pid, Process.own().machine)], 0, ended)
+        watch.stop()
+        peer.kill()
+        peer.wait()
+    watch.stop()
+    ended.assert_not_called()
