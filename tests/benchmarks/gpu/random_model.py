@@ -135,7 +135,9 @@ def _entries(folder: Path) -> Iterable[tuple[str, TensorEntry]]:
 
 
 def _drawn(name: str, entry: TensorEntry, device: torch.device) -> torch.Tensor:
-    """Codes and zeros over their whole range; weights of about 0.02; norms of 1. The same for every rank that asks."""
+    """Codes and zeros over their whole range; weights of about 0.02; norms of 1; biases of keys far larger than what keys
+    vary by, as the checkpoints of this family have them. The same for every rank that asks.
+    """
     if "norm" in name:
         return torch.ones(entry.shape, dtype=entry.dtype, device=device)
     source = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
@@ -143,4 +145,5 @@ def _drawn(name: str, entry: TensorEntry, device: torch.device) -> torch.Tensor:
         return torch.randint(-(2**31), 2**31 - 1, entry.shape, dtype=torch.int32, device=device, generator=source)
     if name.endswith("scales"):
         return torch.rand(entry.shape, device=device, generator=source).mul_(0.002).add_(0.002).to(entry.dtype)
-    return torch.randn(entry.shape, device=device, generator=source).mul_(0.02).to(entry.dtype)
+    size = 5.0 if name.endswith("k_proj.bias") else 0.02
+    return torch.randn(entry.shape, device=device, generator=source).mul_(size).to(entry.dtype)
