@@ -135,8 +135,8 @@ def _entries(folder: Path) -> Iterable[tuple[str, TensorEntry]]:
 
 
 def _drawn(name: str, entry: TensorEntry, device: torch.device) -> torch.Tensor:
-    """Codes and zeros over their whole range; weights of about 0.02; norms of 1; biases of keys far larger than what keys
-    vary by, as the checkpoints of this family have them. The same for every rank that asks.
+    """Codes and zeros over their whole range; weights of about 0.02; norms of 1; biases of keys far larger than what
+    keys vary by, as the checkpoints of this family have them. The same for every rank that asks.
     """
     if "norm" in name:
         return torch.ones(entry.shape, dtype=entry.dtype, device=device)
