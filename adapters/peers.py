@@ -16,14 +16,8 @@ from deepseek_tgi.errors import DeviceError
 from deepseek_tgi.kernels.compiler import BuildError
 from deepseek_tgi.kernels.cuda.machine import machine_of
 from deepseek_tgi.kernels.cuda.peer_memory import PeerMemory
-from deepseek_tgi.kernels.peer_exchange import (
-    CHUNK_FLOATS,
-    MAX_RANKS,
-    PACKET_FLOATS,
-    PeerExchange,
-    PeerPlaces,
-    PeerSizes,
-)
+from deepseek_tgi.kernels.peer_exchange import PeerExchange, PeerPlaces
+from deepseek_tgi.kernels.peer_sizes import CHUNK_FLOATS, MAX_RANKS, PACKET_FLOATS, PeerSizes
 
 if TYPE_CHECKING:
     from deepseek_tgi.adapters.parallel import RankGroup

@@ -33,6 +33,7 @@ from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.kernels.held_bytes import HeldBytes, expected_kernels
 from deepseek_tgi.kernels.library import load as load_library
+from deepseek_tgi.kernels.peer_sizes import lent_bytes
 from deepseek_tgi.kernels.select import KernelSet, select_kernels
 from deepseek_tgi.kernels.threads import usable_threads
 from deepseek_tgi.kv.layout import CacheLayout
@@ -113,13 +114,16 @@ class QuantizedModelAdapter(ModelAdapter):
 
     @classmethod
     def needed_bytes(cls, model_id: str, revision: str | None = None, options: LoadOptions | None = None) -> int:
-        """See `ModelAdapter`: what packing will make of the stored tensors; only their headers are read."""
+        """See `ModelAdapter`: what packing will make of the stored tensors, of which only the headers are read, and
+        what ranks on GPUs lend each other.
+        """
         options = options or LoadOptions()
         config = read_model_config(resolve_folder(model_id, revision))
         stored = StoredForms(config, Checkpoint(config.folder))
         on_gpu = resolve_device(options.device, options.rank, options.world_size).type == "cuda"
         held = HeldBytes(expected_kernels(options.kernels, on_gpu), resolve_compute_dtype(options.dtype, on_gpu))
-        return plan_weights(plan_shards(config, options.world_size), stored.form, held).ranks[options.rank].held_bytes
+        plan = plan_weights(plan_shards(config, options.world_size), stored.form, held)
+        return plan.ranks[options.rank].held_bytes + lent_bytes(options.world_size, on_gpu)
 
     @property
     def info(self) -> ModelInfo:

@@ -11,15 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_tgi.kernels.cuda.program import Argument, Kernel, KernelSpec, Programs, spec
+from deepseek_tgi.kernels.peer_sizes import CHUNK_FLOATS, MAX_RANKS, PACKET_FLOATS, THREADS, PeerSizes
 
-MAX_RANKS = 8
-PACKET_BYTES, PACKET_FLOATS = 16, 2
-THREADS, LONG_THREADS, VECTORS = 128, 256, 4
-"""Of blocks of short and of long sums, and words of 16 bytes that a thread of a long one takes."""
-CHUNK_FLOATS = LONG_THREADS * VECTORS * 4
-PACKETS_BYTES, FLOATS_BYTES = 2 << 20, 8 << 20
-"""Of all inboxes of one rank, for short sums and for pieces of long ones; short sums are the quicker ones between two
-H200s up to 512 KiB."""
 COUNTED = 1 << 30
 """Elements of what is gathered: kernels count them in 32 bits."""
 STATE_WORDS = 2
@@ -37,47 +30,16 @@ class PeerPlaces:
     over: int
 
 
-@dataclass(frozen=True, slots=True)
-class PeerSizes:
-    """What `world` ranks write into each other's memory."""
-
-    world: int
-
-    @property
-    def packets(self) -> int:
-        """Of an inbox; there are two from each of the others."""
-        return PACKETS_BYTES // (2 * (self.world - 1) * PACKET_BYTES)
-
-    @property
-    def floats(self) -> int:
-        """Of an inbox for pieces of long sums."""
-        return FLOATS_BYTES // (2 * (self.world - 1) * 4 * CHUNK_FLOATS) * CHUNK_FLOATS
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all that a rank lends."""
-        flags = self.floats // CHUNK_FLOATS
-        return 2 * (self.world - 1) * (self.packets * PACKET_BYTES + self.floats * 4 + flags * 4)
-
-    def kernel(self, name: str) -> KernelSpec:
-        """`peer_sum`, `peer_sum_long` or `peer_gather`."""
-        short, gathers = name == "peer_sum", name == "peer_gather"
-        source = "peer_gather" if gathers else "peer_sum"
-        arguments = "ppii" + "i" * MAX_RANKS if gathers else "ppi" if short else "pi"
-        threads = THREADS if short else LONG_THREADS
-        macros = {"THREADS": threads, "WORLD": self.world, "PACKETS": self.packets, "FLOATS": self.floats}
-        macros["VECTORS"] = VECTORS
-        return spec(source, name, arguments + "ip" + "p" * MAX_RANKS + "ppl", **macros)
-
-
 class PeerExchange:
     """The ops on one rank; every rank makes the same calls in the same order, on one stream at a time."""
 
     def __init__(self, programs: Programs, places: PeerPlaces, device: torch.device, timeout_s: float) -> None:
         """`timeout_s`: how long a rank is waited for."""
         self.sizes = PeerSizes(len(places.memory))
-        self._short, self._long = (programs.kernel(self.sizes.kernel(name)) for name in ("peer_sum", "peer_sum_long"))
-        self._gather = programs.kernel(self.sizes.kernel("peer_gather"))
+        self._short, self._long = (
+            programs.kernel(kernel_of(self.sizes, name)) for name in ("peer_sum", "peer_sum_long")
+        )
+        self._gather = programs.kernel(kernel_of(self.sizes, "peer_gather"))
         self._world = len(places.memory)
         self._none = (0,) * (MAX_RANKS - self._world)
         self._places = (places.rank, places.memory[places.rank], *places.memory, *self._none)
@@ -129,14 +91,26 @@ class PeerExchange:
         rows, longest = own.shape[0], own.shape[0] * max(widths)
         assert own.is_contiguous(), "columns are gathered as they lie in memory"
         assert out.is_contiguous(), "columns are gathered as they lie in memory"
+        assert out.data_ptr() % 16 == 0, "what is long is of whole 16-byte words"
         for start in range(0, longest, self.sizes.floats):
             arguments: Sequence[Argument] = (own, out, rows, start, *widths, *self._none)
             self._launch_long(self._gather, own, min(self.sizes.floats, longest - start), arguments)
 
     def _launch_long(self, kernel: Kernel, x: torch.Tensor, count: int, arguments: Sequence[Argument]) -> None:
         assert x.data_ptr() % 16 == 0, "what is long is of whole 16-byte words"
-        self._launch(kernel, -(-count // CHUNK_FLOATS), LONG_THREADS, arguments)
+        self._launch(kernel, -(-count // CHUNK_FLOATS), self.sizes.long_threads, arguments)
 
     def _launch(self, kernel: Kernel, blocks: int, threads: int, arguments: Sequence[Argument]) -> None:
         waiting = (self._state, self._over, int(self.timeout_s * NS))
         kernel((blocks, 1, 1), threads, (*arguments, *self._places, *waiting), overlap=True)
+
+
+def kernel_of(sizes: PeerSizes, name: str) -> KernelSpec:
+    """`peer_sum`, `peer_sum_long` or `peer_gather`."""
+    short, gathers = name == "peer_sum", name == "peer_gather"
+    source = "peer_gather" if gathers else "peer_sum"
+    arguments = "ppii" + "i" * MAX_RANKS if gathers else "ppi" if short else "pi"
+    threads = THREADS if short else sizes.long_threads
+    macros = {"THREADS": threads, "WORLD": sizes.world, "PACKETS": sizes.packets, "FLOATS": sizes.floats}
+    macros["VECTORS"] = CHUNK_FLOATS // (sizes.long_threads * 4)
+    return spec(source, name, arguments + "ip" + "p" * MAX_RANKS + "ppl", **macros)

@@ -26,6 +26,7 @@ from deepseek_tgi.engine.memory import LinuxMemory, MemoryReader
 from deepseek_tgi.engine.warmup import Limits, cache_budget, plan_cache, step_workspace
 from deepseek_tgi.errors import ResourceError
 from deepseek_tgi.kernels.held_bytes import HeldBytes, expected_kernels
+from deepseek_tgi.kernels.peer_sizes import lent_bytes
 from deepseek_tgi.kernels.threads import usable_threads
 from deepseek_tgi.kv.layout import MIN_BLOCK_SIZE, KVMode
 from deepseek_tgi.launcher.check import max_input_tokens
@@ -147,7 +148,8 @@ class Budgets:
 
     def _left(self) -> int:
         """Bytes a rank finds free once all weights are loaded."""
-        return (self.available_bytes - self._held()) // self.shards.world_size
+        world = self.shards.world_size
+        return (self.available_bytes - self._held()) // world - lent_bytes(world, self.on_gpu)
 
     def _held(self) -> int:
         return sum(rank.held_bytes for rank in self.weights.ranks)

@@ -6,6 +6,8 @@ import mmap
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -15,10 +17,12 @@ import torch
 from emulation.emulated import EmulatedPrograms
 from gpu_walk import on_processes
 
-from deepseek_tgi.kernels import peer_exchange
-from deepseek_tgi.kernels.peer_exchange import CHUNK_FLOATS, PACKET_FLOATS, PeerExchange, PeerPlaces, PeerSizes
+from deepseek_tgi.kernels import peer_sizes
+from deepseek_tgi.kernels.peer_exchange import PeerExchange, PeerPlaces
+from deepseek_tgi.kernels.peer_sizes import CHUNK_FLOATS, MAX_RANKS, PACKET_FLOATS, PeerSizes, lent_bytes
 
 CPU = torch.device("cpu")
+PIECE = 1 << 18
 EACH_BYTES = 16 << 20
 """Of the shared file, for each rank."""
 
@@ -48,21 +52,31 @@ def lent(folder: Path, world: int) -> Path:
     return path
 
 
+@contextmanager
+def inboxes_of(floats: int, world: int) -> Iterator[None]:
+    """Pieces of long sums are so long."""
+    room = floats * 4 * 2 * (world - 1)
+    with mock.patch.object(peer_sizes, "PAIR_BYTES", room), mock.patch.object(peer_sizes, "FLOATS_BYTES", room):
+        yield
+
+
 def brought(world: int, number: int, count: int) -> torch.Tensor:
     return torch.randn(world, count, generator=torch.Generator().manual_seed(number))
 
 
 def sums(path: Path, world: int, counts: list[int], start: int, rank: int) -> list[torch.Tensor]:
-    own = EmulatedRank(path, world, rank)
-    own.numbered_from(start)
-    pauses = random.Random(rank)
-    results = []
-    for number, count in enumerate(counts):
-        x = brought(world, number, count)[rank].clone()
-        own.exchange.add_up(x)
-        results.append(x)
-        if pauses.random() < 0.2:
-            time.sleep(0.003)  # one rank is ahead, then another
+    """One after another, those of `counts` floats; `start` sums are said to have been before."""
+    with inboxes_of(PIECE, world):
+        own = EmulatedRank(path, world, rank)
+        own.numbered_from(start)
+        pauses = random.Random(rank)
+        results = []
+        for number, count in enumerate(counts):
+            x = brought(world, number, count)[rank].clone()
+            own.exchange.add_up(x)
+            results.append(x)
+            if pauses.random() < 0.2:
+                time.sleep(0.003)  # one rank is ahead, then another
     assert own.over.item() == 0
     return results
 
@@ -70,11 +84,10 @@ def sums(path: Path, world: int, counts: list[int], start: int, rank: int) -> li
 @pytest.mark.parametrize(("world", "start"), [(2, 0), (2, -4), (3, 0), pytest.param(8, 5, marks=pytest.mark.slow)])
 def test_sums_are_right_and_the_same_bits_on_every_rank(tmp_path: Path, world: int, start: int) -> None:
     """Whatever their lengths, one after another; also where the numbers of sums begin anew."""
-    sizes = PeerSizes(world)
-    short = sizes.packets * PACKET_FLOATS
+    short = PeerSizes(world).packets * PACKET_FLOATS
     counts = [1, 2, 3, 255, 256, 257, 1000, short, short + 1, 5, 0, CHUNK_FLOATS * 3, short + 4, short + 7, 6, 6, 6]
     if world == 2:
-        counts += [sizes.floats + 5, sizes.floats - 1, 4]
+        counts += [PIECE + 5, PIECE - 1, 2 * PIECE + 7, 4]
     results = on_processes(world, partial(sums, lent(tmp_path, world), world, counts, start))
     for number, count in enumerate(counts):
         parts = brought(world, number, count)
@@ -93,7 +106,7 @@ ROWS = (1, 3, 40)
 
 def gathered(path: Path, world: int, floats: int, rank: int) -> list[torch.Tensor]:
     """Columns of shapes in turn, sums between them; `floats` is the length of a piece."""
-    with mock.patch.object(peer_exchange, "FLOATS_BYTES", floats * 4 * 2 * (world - 1)):
+    with inboxes_of(floats, world):
         own = EmulatedRank(path, world, rank)
         results = []
         for number, widths in enumerate(WIDTHS[world]):
@@ -178,7 +191,9 @@ def test_the_host_ends_a_wait(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", range(2, 9))
 def test_inboxes_fit_what_is_said_of_them(world: int) -> None:
     sizes = PeerSizes(world)
-    assert sizes.num_bytes <= 11 << 20
+    assert sizes.num_bytes <= (131 if world == 2 else 11) << 20
+    assert lent_bytes(world, True) == sizes.num_bytes
+    assert lent_bytes(world, False) == lent_bytes(1, True) == lent_bytes(MAX_RANKS + 1, True) == 0
     assert sizes.floats % CHUNK_FLOATS == 0
     assert sizes.floats >= sizes.packets * PACKET_FLOATS
     op = PeerExchange(EmulatedPrograms(), PeerPlaces(0, [0] * world, 0), CPU, 1.0)

@@ -18,7 +18,7 @@ from deepseek_tgi.adapters.decode_graphs import CudaCapture
 from deepseek_tgi.adapters.parallel import RankGroup
 from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.errors import DeviceError
-from deepseek_tgi.kernels.peer_exchange import PACKET_FLOATS, PeerSizes
+from deepseek_tgi.kernels.peer_sizes import PACKET_FLOATS, PeerSizes
 
 pytestmark = pytest.mark.gpu
 

@@ -24,9 +24,10 @@ from deepseek_tgi.adapters.peers import Peers
 from deepseek_tgi.adapters.rank_watch import RankWatch
 from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.errors import DeviceError
+from deepseek_tgi.kernels import peer_sizes
 from deepseek_tgi.kernels.compiler import BuildError
 from deepseek_tgi.kernels.cuda.machine import Machine
-from deepseek_tgi.kernels.peer_exchange import PeerSizes
+from deepseek_tgi.kernels.peer_sizes import PeerSizes
 
 CPU = torch.device("cpu")
 COUNTS = (5, 5000, 1)
@@ -89,6 +90,7 @@ def connected(folder: Path, port: int, faults: Sequence[str], rank: int) -> tupl
         mock.patch.object(peers, "machine_of", machine_of),
         mock.patch.object(peers, "PeerMemory", partial(FileMemory, folder, rank, faults[rank])),
         mock.patch.object(peers, "TRIAL_S", 1.0),
+        mock.patch.object(peer_sizes, "PAIR_BYTES", 8 << 20),
         mock.patch.object(parallel, "on_gpu", return_value=True),
     ):
         if not group.share_gpus(CPU):

@@ -13,6 +13,8 @@ from oracles.published import R1_DISTILL_LLAMA_8B, V2_LITE, V3
 
 from deepseek_tgi.config import LauncherConfig
 from deepseek_tgi.errors import ConfigError, UnsupportedModelError
+from deepseek_tgi.kernels.peer_sizes import PeerSizes
+from deepseek_tgi.launcher import plan as launcher_plan
 from deepseek_tgi.launcher.plan import CachePlan, ModelPlan, make_plan
 from deepseek_tgi.launcher.plan_text import plan_lines, plan_object
 
@@ -93,6 +95,22 @@ def test_this_machines_tokens_are_what_warm_up_would_settle_on(tmp_path: Path) -
         assert again.tokens_here == plan.result.max_supported_total_tokens
         assert got.in_use
         assert (got.tokens_here == 0) == bool(got.why)
+
+
+def test_what_ranks_on_gpus_lend_each_other_is_no_room_for_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent = PeerSizes(2).num_bytes
+    (tmp_path / "config.json").write_text(json.dumps(R1_DISTILL_LLAMA_8B))
+    config = LauncherConfig(model_id=str(tmp_path), num_shard=2, max_total_tokens=4096)
+
+    def tokens(free: int) -> int:
+        monkeypatch.setattr(launcher_plan, "gpus_for", lambda device, ranks: [free] * ranks)
+        return cache(make_plan(config), "bfloat16").tokens_here
+
+    found = tokens(24 * GIB)
+    monkeypatch.setattr(launcher_plan, "lent_bytes", lambda world, on_gpus: 0)
+    assert 0 < found == tokens(24 * GIB - lent) < tokens(24 * GIB)
 
 
 def test_memory_that_is_asked_for_is_what_is_planned(tmp_path: Path) -> None:
