@@ -1,4 +1,4 @@
-"""Sums of ranks on GPUs: two where there are as many, else two processes that share one in turns."""
+"""What two ranks, processes on a GPU each, exchange through each other's memory."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.errors import DeviceError
 from deepseek_tgi.kernels.peer_sizes import PACKET_FLOATS, PeerSizes
 
-pytestmark = pytest.mark.gpu
-
 WORLD = 2
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two GPUs")]
+
 SHORT = PeerSizes(WORLD).packets * PACKET_FLOATS
 LONG = PeerSizes(WORLD).floats
 COUNTS = (1, 2, 3, 77, 4096, 4097, SHORT - 1, SHORT, SHORT + 1, 16 * 4096, LONG - 3, LONG, LONG + 1, 3 * LONG + 5)
 REPLAYS = 400
 
 
-def joined(rank: int, port: int) -> tuple[RankGroup, torch.device]:
-    """A group that adds up through peers' memory; NCCL is there as well where each rank has a GPU of its own."""
-    count = torch.cuda.device_count()
-    device = torch.device("cuda", rank % count)
+def joined(rank: int, port: int, with_nccl: bool = True) -> tuple[RankGroup, torch.device]:
+    """A group that exchanges through peers' memory, and its rank's GPU."""
+    device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = join(Meeting(rank, WORLD, "localhost", port, 30.0), device if count >= WORLD else None)
+    group = join(Meeting(rank, WORLD, "localhost", port, 30.0), device if with_nccl else None)
     assert group.share_gpus(device)
     return group, device
 
@@ -135,22 +134,22 @@ def test_a_peer_that_was_killed_ends_the_wait_and_is_named(count: int) -> None:
     group.close()
 
 
-def kept_bytes(port: int, rank: int) -> int:
-    """What a GPU has less of after groups have come and gone, both ranks looking at the same moments."""
-    joined(rank, port)[0].close()
-    waiting = join(Meeting(rank, WORLD, "localhost", port + 1, 30.0))
+def kept_bytes(ports: list[int], rank: int) -> int:
+    """What a GPU has less of after groups have come and gone; NCCL would keep memory of its own."""
+    joined(rank, ports[3], with_nccl=False)[0].close()
+    waiting = join(Meeting(rank, WORLD, "localhost", ports[4], 30.0))
     free = []
     for turn in range(3):
         waiting.smallest(0)
         free.append(torch.cuda.mem_get_info()[0])
         waiting.smallest(0)
-        group, device = joined(rank, port + 2 + turn)
+        group, device = joined(rank, ports[turn], with_nccl=False)
         group.all_reduce(torch.ones(5, device=device))
         group.close()
     waiting.close()
     return free[0] - free[-1]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() >= WORLD, reason="NCCL keeps memory of its own")
 def test_groups_that_have_left_keep_no_memory() -> None:
-    assert max(on_processes(WORLD, partial(kept_bytes, unused_port()))) < PeerSizes(WORLD).num_bytes
+    ports = [unused_port() for _ in range(5)]
+    assert max(on_processes(WORLD, partial(kept_bytes, ports))) < PeerSizes(WORLD).num_bytes
