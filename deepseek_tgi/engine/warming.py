@@ -128,8 +128,9 @@ class Warming:
         return -self._smallest(-number)
 
     def _available(self, kept: int = 0) -> int:
-        """Memory each rank may take, `kept` of it being held already: the ranks share one machine."""
-        return self._smallest(self.memory.available_bytes() // self.config.world_size + kept)
+        """Memory each rank may take, `kept` of it being held already: on CPUs the ranks share one machine's."""
+        sharers = self.config.world_size if self.adapter.info.device == "cpu" else 1
+        return self._smallest(self.memory.available_bytes() // sharers + kept)
 
     def together(self) -> AbstractContextManager[None]:
         """Around what all ranks do."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from engine_driver import PlenteousMemory, warmup_request
@@ -11,6 +13,7 @@ from scripted import ScriptedAdapter
 
 from deepseek_tgi.core import SamplingParams, StopRule
 from deepseek_tgi.engine.engine import Engine, EngineConfig
+from deepseek_tgi.engine.warming import Warming
 from deepseek_tgi.engine.warmup import Limits, workspace_bytes
 from deepseek_tgi.errors import ConfigError, NotReadyError, ResourceError
 
@@ -131,6 +134,12 @@ def test_what_a_step_keeps_of_its_workspace_counts_once(adapter: ScriptedAdapter
 
     engine = Engine(adapter, EngineConfig(kv_memory_bytes=100 * page), memory=Keeping(workspace + 100 * page))
     assert engine.warmup([warmup_request(PREFILL)], None, PREFILL, 512).max_supported_total_tokens == 100 * 16
+
+
+@pytest.mark.parametrize(("device", "share"), [("cpu", 500), ("cuda:1", 1000)])
+def test_ranks_share_a_machines_memory_and_have_a_gpu_each(adapter: ScriptedAdapter, device: str, share: int) -> None:
+    placed = Mock(info=replace(adapter.info, device=device), ranks=None)
+    assert Warming(placed, EngineConfig(world_size=2), PlenteousMemory(1000), Mock(), Mock())._available() == share
 
 
 def test_warming_up_again_starts_afresh(adapter: ScriptedAdapter) -> None:
