@@ -34,9 +34,11 @@ EARLY = {
     *("paged_decode", "latent_decode", "latent_wide", "latent_combine", "rms_norm"),
 }
 """Kernels that read weights, or a step's lengths, tables and older pages, before the kernel ahead of them has ended: it
-writes none of these. In all others a read there was moved by the compiler."""
+writes none of these, so they are read as constants or copied. In all others a read there was moved by the compiler."""
+ALONE = {"int4_dequantise"}
+"""Kernels that are never launched before the one ahead has ended."""
 WAIT_FOR_EARLIER = "ACQBULK"
-GLOBAL_READ = r"(LDG|LDGSTS|LD)\..*"
+GLOBAL_READ, CONSTANT_READ = r"(LDG|LDGSTS|LD)\..*", r"LDG\..*CONSTANT|LDGSTS\..*"
 WARPGROUP_WAIT = r"WARPGROUP\.DEPBAR.*"
 
 
@@ -50,11 +52,6 @@ class CudaKernel:
     archs: tuple[str, ...] = (HOPPER, AMPERE)
     must_not: tuple[str, ...] = ()
     at_most: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def early(self) -> bool:
-        """Whether it may read ahead of the wait for the kernel before it."""
-        return self.spec.name in EARLY
 
     def __str__(self) -> str:
         macros = "-".join(f"{key.lower()}{value}" for key, value in self.spec.defines)
@@ -86,14 +83,14 @@ class TritonKernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made: `instructions` counts them by full name, `early_reads` those ahead of the wait for the
-    kernel before, if there is a wait.
+    """What the compiler made: `instructions` counts them by full name; `early` are the reads ahead of the wait for the
+    kernel before, None if it does not wait.
     """
 
     registers: int
     stack_bytes: int
     instructions: Counter[str]
-    early_reads: int = 0
+    early: tuple[str, ...] | None = None
 
     def count(self, pattern: str) -> int:
         """How many instructions have the pattern."""
@@ -112,8 +109,10 @@ def disassemble(cubin: Path, name: str | None = None) -> Compiled:
     # "        /*0010*/  @!P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;"
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", code)
     assert names, code[:1000]
-    ahead = names[: names.index(WAIT_FOR_EARLIER)] if WAIT_FOR_EARLIER in names else []
-    early = sum(1 for instruction in ahead if re.fullmatch(GLOBAL_READ, instruction))
+    early = None
+    if WAIT_FOR_EARLIER in names:
+        ahead = names[: names.index(WAIT_FOR_EARLIER)]
+        early = tuple(instruction for instruction in ahead if re.fullmatch(GLOBAL_READ, instruction))
     return Compiled(int(found[1]), int(found[2]), Counter(names), early)
 
 
