@@ -8,11 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deepseek_tgi.kernels import triton_use
 from deepseek_tgi.kernels.common import ComputeDtype
 from deepseek_tgi.kernels.compiler import BuildError
 from deepseek_tgi.kernels.device_set import assemble, operators, syncing_ops
 from deepseek_tgi.kernels.moe import Expert
+from deepseek_tgi.kernels.paged_attention.triton import provide as provide_triton
 from deepseek_tgi.kernels.select import KernelSet
+from deepseek_tgi.kernels.triton_use import triton_unfit
 
 CPU = torch.device("cpu")
 HALF_STEP = 2.0**-8
@@ -123,3 +126,15 @@ def near(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
     """Rounded once from float32."""
     assert got.dtype == dtype
     assert ((got.double() - exact).abs() <= HALF_STEP * 1.01 * exact.abs() + 1e-6).all()
+
+
+def test_triton_is_used_where_what_it_needs_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "cc")
+    assert triton_unfit() is None
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert "C compiler" in str(triton_unfit())
+    monkeypatch.setattr(triton_use, "find_spec", lambda name: None)
+    assert "triton is not installed" in str(triton_unfit())
+    with pytest.raises(BuildError, match="paged_attention: the package triton"):
+        provide_triton(operators(CPU, ComputeDtype.BFLOAT16))

@@ -11,6 +11,7 @@ meets such pages.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,12 @@ from deepseek_tgi.kernels.latent_attention.expanded import ExpandedAttention
 from deepseek_tgi.kernels.latent_attention.plain import attend
 from deepseek_tgi.kernels.latent_format import hadamard, signs
 from deepseek_tgi.kernels.pages import LatentPages
+from deepseek_tgi.kernels.triton_use import triton_unfit
 
 if TYPE_CHECKING:
     from deepseek_tgi.kernels.select import KernelSet
+
+logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 512
 """Rows of one launch of the decode kernel: bounds its workspace."""
@@ -43,7 +47,11 @@ def provide(kernels: KernelSet) -> KernelSet:
         raise BuildError("latent attention on a GPU is of bfloat16 queries, and float32 compute was asked for")
     machine = machine_of(kernels.device)
     decode = LatentDecode(machine.programs, machine.multiprocessors, machine.capability)
-    op = CudaLatentAttention(decode, ExpandedAttention(machine.programs, machine.capability))
+    unfit = triton_unfit()
+    if unfit is not None:
+        logger.warning("latent_attention: %s; torch's attention does prompts, which is slower", unfit)
+    expanded = ExpandedAttention(machine.programs, machine.capability, tiled=unfit is None)
+    op = CudaLatentAttention(decode, expanded)
     return replace(kernels, pack_up=CudaUp, latent_attention=op)
 
 

@@ -9,7 +9,6 @@ ms to prepare for every length it has not met, 0.6 s for its first, and is half 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +24,7 @@ from deepseek_tgi.kernels.pages import LatentPages
 if TYPE_CHECKING:
     from deepseek_tgi.kernels.latent_attention.cuda import CudaUp
 
-ELEMENTS_AT_ONCE = 1 << 28
+ELEMENTS_AT_ONCE = 1 << 26
 """Expanded keys and values that are held at a time, about: heads beyond take their turn."""
 TILE = {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 2}
 HOPPER_TILE = {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3}
@@ -64,13 +63,13 @@ class ExpandedAttention:
     """The last tokens of one request over all of its context, causal."""
 
     def __init__(
-        self, programs: Programs, capability: int = 0, *, interpreted: bool = False, tiled: bool | None = None
+        self, programs: Programs, capability: int = 0, *, interpreted: bool = False, tiled: bool = True
     ) -> None:
-        """`tiled` False: torch's attention instead of the kernel, which is what happens without Triton."""
+        """`tiled` False: torch's attention instead of the kernel, which is Triton's."""
         self._programs = programs
         self._shape = HOPPER_TILE if capability == HOPPER else TILE
         self._interpreted = interpreted
-        self._tiled = find_spec("triton") is not None if tiled is None else tiled
+        self._tiled = tiled
 
     def __call__(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from deepseek_tgi.kernels.paged_attention import PagedAttention, check_paged_att
 from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kernels.precision import int4_group
 from deepseek_tgi.kernels.select import KernelSet
+from deepseek_tgi.kernels.triton_use import triton_unfit
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,9 @@ UNPACKED_BYTES = 512 << 20
 
 def provide(kernels: KernelSet) -> KernelSet:
     """Attention in Triton. Raises `BuildError` without it."""
-    if find_spec("triton") is None:
-        raise BuildError("paged_attention needs the package triton")
+    unfit = triton_unfit()
+    if unfit is not None:
+        raise BuildError(f"paged_attention: {unfit}")
     return replace(kernels, paged_attention=TiledAttention(kernels.paged_attention))
 
 
