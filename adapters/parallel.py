@@ -237,14 +237,17 @@ class RankGroup:
         self._group = self._on_gpus = None  # the last reference: only its destructor closes the connections
 
     def close(self) -> None:
-        """Leave; nothing runs that exchanges. What GPUs share goes with the process if a rank was lost."""
-        peers, whole = self._peers, self._lost is None
-        if peers is not None and whole:
-            peers.let_go()
-            with suppress(RuntimeError):
-                self._meet_to_leave()
-        self.break_up(f"rank {self.rank} has left the group")
-        if peers is not None and whole:
+        """Leave; nothing runs that exchanges. What GPUs share goes with the process if a rank was lost or is late: it
+        may have this rank's memory open.
+        """
+        peers, left_together = self._peers, False
+        try:
+            if peers is not None and self._lost is None:
+                peers.let_go()
+                left_together = self._left_together()
+        finally:
+            self.break_up(f"rank {self.rank} has left the group")
+        if peers is not None and left_together:
             peers.close()
 
     def check(self) -> None:
@@ -269,10 +272,15 @@ class RankGroup:
                 self._aborted = True
                 self._on_gpus.abort()  # or a kernel that waits for the others would never end
 
-    def _meet_to_leave(self) -> None:
+    def _left_together(self) -> bool:
+        """True once every rank has let go of the others' memory; False if one does not say so in time."""
         options: Any = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=LEAVE_S)
-        self._group.allreduce([torch.zeros(1)], options).wait()
+        try:
+            self._group.allreduce([torch.zeros(1)], options).wait()
+        except RuntimeError:
+            return False
+        return True
 
     def _swap(self, tensor: torch.Tensor) -> torch.Tensor:
         """The other rank's tensor, in memory that the next swap takes again."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -77,11 +76,10 @@ class ControlClient:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            for rank, loaded in enumerate(done):
-                if loaded is not None:
-                    with suppress(grpc.aio.AioRpcError):  # the failure that is told is the first
-                        unload = pb.UnloadRequest(generation=request.generation)
-                        await self._stubs[rank].Unload(unload, timeout=UNLOAD_TIMEOUT_S)
+            unload = pb.UnloadRequest(generation=request.generation)
+            keeping = [stub for stub, loaded in zip(self._stubs, done, strict=True) if loaded is not None]
+            calls = [stub.Unload(unload, timeout=UNLOAD_TIMEOUT_S) for stub in keeping]
+            await asyncio.gather(*calls, return_exceptions=True)  # at once: ranks leave together
             raise
         everywhere = [each for each in done if each is not None]
         return min(everywhere, key=lambda each: (each.max_supported_total_tokens, each.max_total_tokens))

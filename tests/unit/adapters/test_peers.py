@@ -7,6 +7,7 @@ import mmap
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -165,6 +166,26 @@ def test_a_rank_that_a_gpu_waited_for_in_vain_is_named() -> None:
             ask()
     group.close()
     memory.close.assert_not_called()  # kernels may still look at it
+
+
+def left(port: int, rank: int) -> list[str]:
+    """What a rank does with the memory it lends, as the other one leaves too late."""
+    group = join(Meeting(rank, 2, "localhost", port, 30.0))
+    memory = mock.Mock(over=0)
+    with (
+        mock.patch.object(parallel, "connect", return_value=Peers(memory, mock.Mock())),
+        mock.patch.object(parallel, "LEAVE_S", 0.5),
+    ):
+        assert group.share_gpus(CPU)
+        time.sleep(2.0 * rank)
+        group.close()
+    with pytest.raises(DeviceError, match="has left the group"):
+        group.check()
+    return [call[0] for call in memory.method_calls]
+
+
+def test_what_a_late_rank_may_have_open_is_not_taken_back() -> None:
+    assert on_processes(2, partial(left, unused_port())) == [["let_go", "end"]] * 2
 
 
 def test_a_rank_whose_process_ends_is_noticed_while_nobody_asks() -> None:
