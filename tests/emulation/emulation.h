@@ -270,13 +270,17 @@ template <class... A>
 inline int run(void (*kernel)(A...), const unsigned* grid, const unsigned* block_shape, void** arguments, int count,
                unsigned cluster_size = 1) {
   if (count != int(sizeof...(A))) return int(sizeof...(A));
+  const bool backwards = getenv("EMULATED_BLOCKS_BACKWARDS") != nullptr;  // no order is promised
   if (grid[1] % cluster_size || cluster_size > MAX_CLUSTER) fail("the grid is not made of whole clusters");
   Launch<A...> launch{kernel, arguments};
   gridDim = dim3{grid[0], grid[1], grid[2]};
   blockDim = dim3{block_shape[0], block_shape[1], block_shape[2]};
   for (unsigned z = 0; z < grid[2]; z++)
     for (unsigned y = 0; y < grid[1]; y += cluster_size)
-      for (unsigned x = 0; x < grid[0]; x++) run_cluster(dim3{x, y, z}, cluster_size, &Launch<A...>::body, &launch);
+      for (unsigned i = 0; i < grid[0]; i++) {
+        const unsigned x = backwards ? grid[0] - 1 - i : i;
+        run_cluster(dim3{x, y, z}, cluster_size, &Launch<A...>::body, &launch);
+      }
   return -1;
 }
 

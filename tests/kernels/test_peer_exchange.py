@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import random
 import threading
 import time
@@ -98,6 +99,29 @@ def test_sums_are_right_and_the_same_bits_on_every_rank(tmp_path: Path, world: i
         for part in parts[1:]:
             in_order += part
         assert torch.equal(own[0], in_order), count
+
+
+def in_another_order(path: Path, rank: int) -> list[torch.Tensor]:
+    """Long sums and columns, the second rank's blocks starting from the last one: nothing promises their order."""
+    if rank:
+        os.environ["EMULATED_BLOCKS_BACKWARDS"] = "1"
+    with inboxes_of(PIECE, 2):
+        own = EmulatedRank(path, 2, rank, timeout_s=10.0)
+        count = own.sizes.packets * PACKET_FLOATS + CHUNK_FLOATS + 3
+        x, columns = brought(2, 1, count)[rank].clone(), torch.empty(1, 5 * CHUNK_FLOATS)
+        own.exchange.add_up(x)
+        widths = (2 * CHUNK_FLOATS, 3 * CHUNK_FLOATS)
+        own.exchange.gather(brought(2, 2, widths[rank])[rank : rank + 1], widths, columns)
+    assert own.over.item() == 0
+    return [x, columns]
+
+
+def test_blocks_that_start_in_another_order_wait_for_nothing_that_has_no_room(tmp_path: Path) -> None:
+    """One block is resident at a time here."""
+    for x, columns in on_processes(2, partial(in_another_order, lent(tmp_path, 2))):
+        parts = brought(2, 1, x.shape[0])
+        assert torch.equal(x, parts[0] + parts[1])
+        assert torch.equal(columns[0], torch.cat([brought(2, 2, (2 + r) * CHUNK_FLOATS)[r] for r in range(2)]))
 
 
 WIDTHS = {2: ((64, 64), (7, 9), (300, 4), (1, 2052)), 3: ((5, 1, 6), (8, 4, 12), (1000, 1000, 24))}

@@ -35,6 +35,16 @@ DEVICE bool given_up(u32 looks, u64& started, int missing, u32* over, i64 limit)
 }
 // The last block of a launch to have read the number, once all of its own threads have, writes the new one.
 DEVICE int say_read(int* state) { return threadIdx.x == 0 ? atomic_add(state + 1, 1) : 0; }
+// Which chunk this block is for: as many as have read the number before it, so that who waits for chunk c of another rank
+// has begun all the chunks before c. Then of the first chunks that are not over on each rank the very first has come to
+// all, or will without anybody's end, whatever the order in which blocks start and however few of them there is room for.
+// Every thread comes here once it has read the number; `taken` is shared memory.
+DEVICE int take_chunk(int* state, int* taken) {
+  block_sync();
+  if (threadIdx.x == 0) *taken = say_read(state);
+  block_sync();
+  return *taken;
+}
 DEVICE void end_exchange(int* state, int said, u32 number) {
   if (threadIdx.x || said != (int)gridDim.x - 1) return;
   state[1] = 0;
@@ -42,20 +52,20 @@ DEVICE void end_exchange(int* state, int said, u32 number) {
 }
 
 DEVICE i64 flag_at(int inbox, int chunk) { return FLAGS_AT + ((i64)inbox * (FLOATS / CHUNK) + chunk) * 4; }
-// Says to all that this block's chunk lies in their inboxes, and waits until theirs lie in this rank's, as far as
+// Says to all that this block's `chunk` lies in their inboxes, and waits until theirs lie in this rank's, as far as
 // `there(r)` says that rank r has such a chunk; true if one will not come. Every thread of the block comes here, behind a
 // block_sync; `lost` is shared memory.
 template <class There>
-DEVICE bool swap_flags(const Places& places, const u8* own, int rank, u32 number, u32* over, i64 limit, int* lost,
+DEVICE bool swap_flags(const Places& places, const u8* own, int rank, int chunk, u32 number, u32* over, i64 limit, int* lost,
                        There there) {
   if (threadIdx.x == 0) *lost = 0;
   block_sync();
 #pragma unroll
   for (int r = 0; r < WORLD; r++) {
     if ((int)threadIdx.x != r || r == rank) continue;
-    if (there(rank)) store_release(places.of[r] + flag_at(inbox(rank, r, number), blockIdx.x), number);
+    if (there(rank)) store_release(places.of[r] + flag_at(inbox(rank, r, number), chunk), number);
     if (!there(r)) continue;
-    const u8* flag = own + flag_at(inbox(r, rank, number), blockIdx.x);
+    const u8* flag = own + flag_at(inbox(r, rank, number), chunk);
     u64 started = 0;
     for (u32 looks = 1; load_acquire(flag) != number; looks++) {
       if (given_up(looks, started, r, over, limit)) {

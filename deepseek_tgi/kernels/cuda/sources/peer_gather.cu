@@ -32,8 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 u8* place3, u8* place4, u8* place5, u8* place6, u8* place7, int* state, u32* over, i64 limit) {
   const Places places = {{place0, place1, place2, place3, place4, place5, place6, place7}};
   const Widths widths = {{width0, width1, width2, width3, width4, width5, width6, width7}};
-  __shared__ int lost;
-  const int from = start + blockIdx.x * CHUNK + threadIdx.x * 4;
+  __shared__ int lost, taken;
   int total = 0, end = 0;
 #pragma unroll
   for (int r = 0; r < WORLD; r++) {
@@ -42,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   wait_for_earlier();
   const u32 number = next_number(state);
+  const int chunk = take_chunk(state, &taken), from = start + chunk * CHUNK + threadIdx.x * 4;
   words4 mine[VECTORS];
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) mine[v] = read_four(x, from + v * THREADS * 4, end);
@@ -54,16 +54,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
   block_sync();
-  const int said = say_read(state);
   let_next_start();
-  const int chunk = start + blockIdx.x * CHUNK;
-  const bool failed = swap_flags(places, own, rank, number, over, limit, &lost, [&](int r) {
+  const bool failed = swap_flags(places, own, rank, taken, number, over, limit, &lost, [&](int r) {
     int of_rank = 0;
 #pragma unroll
     for (int i = 0; i < WORLD; i++) {
       if (i == r) of_rank = rows * widths.of[i];
     }
-    return blockIdx.x == 0 || chunk < of_rank;  // who has nothing left takes part all the same
+    return taken == 0 || start + taken * CHUNK < of_rank;  // who has nothing left takes part all the same
   });
   int first = 0;
 #pragma unroll
@@ -79,6 +77,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     first += widths.of[r];
   }
-  end_exchange(state, said, number);
+  end_exchange(state, taken, number);
 }
 EXPORT(peer_gather)

@@ -1,7 +1,8 @@
 // Sums over WORLD ranks: x[i] of rank 0, plus that of rank 1, and so on, in this order and so with the same bits on each.
 //
-// `peer_sum`: `out` may be another place than `x`, which then holds zeros afterwards, to be added to anew. Two values a packet, and beside each value, in the same word, the number of the sum: who finds the number
-// has the value. Nothing else is waited for, so a sum takes as long as one way to the other GPU.
+// `peer_sum`: `out` may be another place than `x`, which then holds zeros afterwards, to be added to anew. Two values a
+// packet, and beside each value, in the same word, the number of the sum: who finds the number has the value. Nothing else
+// is waited for, so a sum takes as long as one way to the other GPU.
 // `peer_sum_long`: values as they are, and then a flag for each block's chunk of them, which takes a second way and half
 // the bytes.
 #include "inboxes.cuh"
@@ -10,8 +11,8 @@ DEVICE u64 word_of(float value, u32 number) { return (u64)number << 32 | float_b
 DEVICE bool has_come(packet p, u32 number) { return (u32)(p.first >> 32) == number && (u32)(p.second >> 32) == number; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    peer_sum(float* x, float* out, int count, int rank, const u8* own, u8* place0, u8* place1, u8* place2, u8* place3, u8* place4,
-             u8* place5, u8* place6, u8* place7, int* state, u32* over, i64 limit) {
+    peer_sum(float* x, float* out, int count, int rank, const u8* own, u8* place0, u8* place1, u8* place2, u8* place3,
+             u8* place4, u8* place5, u8* place6, u8* place7, int* state, u32* over, i64 limit) {
   const Places places = {{place0, place1, place2, place3, place4, place5, place6, place7}};
   const int unit = blockIdx.x * THREADS + threadIdx.x, at = unit * 2;
   const bool whole = at + 1 < count;
@@ -74,10 +75,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     peer_sum_long(float* x, int count, int rank, const u8* own, u8* place0, u8* place1, u8* place2, u8* place3,
                   u8* place4, u8* place5, u8* place6, u8* place7, int* state, u32* over, i64 limit) {
   const Places places = {{place0, place1, place2, place3, place4, place5, place6, place7}};
-  __shared__ int lost;
-  const int from = blockIdx.x * CHUNK + threadIdx.x * 4;
+  __shared__ int lost, taken;
   wait_for_earlier();
   const u32 number = next_number(state);
+  const int chunk = take_chunk(state, &taken), from = chunk * CHUNK + threadIdx.x * 4;
   words4 mine[VECTORS];
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) mine[v] = read_four(x, from + v * THREADS * 4, count);
@@ -90,9 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
   block_sync();
-  const int said = say_read(state);
   let_next_start();
-  const bool failed = swap_flags(places, own, rank, number, over, limit, &lost, [](int) { return true; });
+  const bool failed = swap_flags(places, own, rank, chunk, number, over, limit, &lost, [](int) { return true; });
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) {
     const int at = from + v * THREADS * 4;
@@ -107,6 +107,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (failed) sum = {FAILED, FAILED, FAILED, FAILED};
     write_four(x, at, count, sum);
   }
-  end_exchange(state, said, number);
+  end_exchange(state, chunk, number);
 }
 EXPORT(peer_sum_long)
