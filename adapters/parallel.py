@@ -13,28 +13,22 @@ Source: `torch.distributed`, `ProcessGroupGloo`, `ProcessGroupNCCL`.
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from mmap import mmap
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deepseek_tgi.adapters.peers import Peers, connect
+from deepseek_tgi.adapters.rank_mapping import mapped_by_all
+from deepseek_tgi.adapters.rank_processes import Process, ended, listed
 from deepseek_tgi.adapters.rank_watch import RankWatch
+from deepseek_tgi.adapters.together import Together
 from deepseek_tgi.errors import DeviceError
 from deepseek_tgi.kernels.library import NativeLibrary
-from deepseek_tgi.kernels.rank_memory import SLOT_FLOATS, RankMemory, attach, create, forget
+from deepseek_tgi.kernels.rank_memory import SLOT_FLOATS, RankMemory
 
 EXIT_S = 0.5
 SWAP_TAG = 1
@@ -46,29 +40,6 @@ SWAPPED_FLOATS = 1 << 16
 """Up to here a swap takes less time than gloo's all-reduce (80 us to 205 for one row, 170 to 270 at the bound)."""
 Start = Callable[[], Any]
 """Begins an exchange; what it returns can be waited for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """A rank's process; `machine` tells apart whose process ids mean nothing here."""
-
-    pid: int
-    machine: str
-
-    @classmethod
-    def own(cls) -> Process:
-        """This one."""
-        return cls(os.getpid(), _machine())
-
-    def runs(self) -> bool:
-        """False for a process of this machine that has ended; one of another machine counts as running."""
-        if self.machine != _machine():
-            return True
-        try:
-            status = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return status.rpartition(")")[2].split()[0] not in {"Z", "X"}
 
 
 class RankGroup:
@@ -104,22 +75,9 @@ class RankGroup:
         """
         if not self.on_one_machine:
             return False
-        name = f"deepseek-tgi-{self.first_says(secrets.randbits(62)):016x}"
-        mapped: mmap | None = None
-        try:
-            with suppress(OSError):
-                mapped = create(name, self.world_size) if self.first and library is not None else None
-            if not self.smallest(int(mapped is not None or not self.first)):
-                return False
-            with suppress(OSError):
-                mapped = attach(name, self.world_size) if not self.first and library is not None else mapped
-            if not self.smallest(int(mapped is not None)):
-                return False
-        finally:
-            if self.first:
-                forget(name)
-        assert library is not None, "only then is the memory mapped"
-        assert mapped is not None, "all ranks said so"
+        mapped = mapped_by_all(self, library is not None)
+        if library is None or mapped is None:
+            return False
         self._memory = RankMemory(library, mapped, self.rank, self.world_size)
         return True
 
@@ -242,7 +200,7 @@ class RankGroup:
         """
         peers, left_together = self._peers, False
         try:
-            if peers is not None and self._lost is None:
+            if peers is not None and self.lost is None:
                 peers.let_go()
                 left_together = self._left_together()
         finally:
@@ -250,13 +208,19 @@ class RankGroup:
         if peers is not None and left_together:
             peers.close()
 
-    def check(self) -> None:
-        """Raise if a rank is known to be lost, one that a GPU waited for in vain included."""
+    @property
+    def lost(self) -> str | None:
+        """Why nothing can be exchanged any more, a rank that a GPU waited for in vain included; None if it can."""
         late = None if self._lost is not None or self._peers is None else self._peers.late_rank
         if late is not None:
             self._lost = f"rank {self.rank}: no answer from rank {late} within {self._timeout_s:g} s"
-        if self._lost is not None:
-            raise DeviceError(self._lost)
+        return self._lost
+
+    def check(self) -> None:
+        """Raise if a rank is known to be lost."""
+        lost = self.lost
+        if lost is not None:
+            raise DeviceError(lost)
 
     def _lose(self, ranks: Sequence[int]) -> None:
         """Their processes have ended: let no GPU wait for them. Called from a thread of its own."""
@@ -305,7 +269,7 @@ class RankGroup:
 
     def _late(self, rank: int, left: bool, waited_s: float) -> None:
         """Raise for a rank that will not come."""
-        gone = self._gone([rank], EXIT_S if left else 0.0)
+        gone = ended(self._processes, [rank], EXIT_S if left else 0.0)
         if gone:
             told = f"rank {rank} is gone (process {self._processes[rank].pid})"
         elif left:
@@ -320,7 +284,7 @@ class RankGroup:
     def _blame(self, name: str, error: RuntimeError) -> str:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         timed_out = "timed out" in str(error).lower()
-        gone = self._gone(others, 0.0 if timed_out else EXIT_S)
+        gone = ended(self._processes, others, 0.0 if timed_out else EXIT_S)
         if gone:
             told = f"rank {listed(gone)} is gone (process {listed([self._processes[rank].pid for rank in gone])})"
         elif timed_out:
@@ -329,49 +293,7 @@ class RankGroup:
             told = f"the connection to rank {listed(others)} broke"
         return f"rank {self.rank}: {told}: {name} failed: {str(error).splitlines()[0]}"
 
-    def _gone(self, ranks: Sequence[int], wait_s: float) -> list[int]:
-        """Those whose process has ended; a killed one's connections close a moment before that shows."""
-        deadline = time.monotonic() + wait_s
-        while not (gone := [rank for rank in ranks if not self._processes[rank].runs()]):
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.01)
-        return gone
-
-
-class Together:
-    """See `RankGroup.together`."""
-
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
-
-    def __enter__(self) -> None:
-        """Refuse if a rank is lost: a recorded step asks nobody."""
-        self._group.check()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Turn any error into a fatal one."""
-        if error is None or isinstance(error, DeviceError):
-            return
-        reason = f"rank {self._group.rank}: a step failed that other ranks are in: {type(error).__name__}: {error}"
-        self._group.break_up(reason)
-        raise DeviceError(reason) from error
-
 
 def on_gpu(tensor: torch.Tensor) -> bool:
     """True for what the host does not see."""
     return tensor.device.type != "cpu"
-
-
-def _machine() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """`0, 2` of rank or process numbers."""
-    return ", ".join(str(number) for number in numbers)

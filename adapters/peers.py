@@ -81,7 +81,7 @@ def _connected(group: RankGroup, device: torch.device) -> tuple[Peers | None, st
     if group.world_size > MAX_RANKS:
         return None, f"there are more than {MAX_RANKS} of them"
     if not group.on_one_machine:
-        return None, "they are on several machines"
+        return None, "they are on several machines or in several containers"
     memory, own, why = _lend(device, PeerSizes(group.world_size).num_bytes)
     all_told = group.tell_all(own)
     if memory is None or not all(all_told):

@@ -95,21 +95,28 @@ class QuantizedModelAdapter(ModelAdapter):
                 "quantize: got %s, but %s is stored as %s, which decides", options.quantize, folder, plan.label
             )
         kernels = select_kernels(device, compute, options.kernels, _threads(options))
-        group = _join(options, kernels)
-        share = Share(shards, options.rank) if group is not None else None
-        source = WeightSource(plan, kernels, share, group, latent_form=options.mla_prefill)
-        with computing_on(device):
-            decoder = load_decoder(local, checkpoint, source, options.progress, options.report)
-        if transfer is not None:
-            logger.info(
-                "moved %.1f MB to %s; the host read and filled pinned memory for %.2f s of that time",
-                transfer.num_bytes / 1e6, device, transfer.host_s,
-            )  # fmt: skip
-        info = _describe(model_id, config, kernels, decoder, plan.label)
-        model = GpuModel(decoder, kernels, config.vocab_size, options.block_size, options.cuda_graphs)
-        gpu = None if device.type == "cpu" else GpuSteps(model, device)
-        adapter = cls(decoder, tokenizer, info, layout, group, gpu=gpu)
-        prepare_cache(adapter, decoder.parts)
+        group = _join(options, device)
+        try:
+            if group is not None:
+                _share(group, kernels)
+            share = Share(shards, options.rank) if group is not None else None
+            source = WeightSource(plan, kernels, share, group, latent_form=options.mla_prefill)
+            with computing_on(device):
+                decoder = load_decoder(local, checkpoint, source, options.progress, options.report)
+            if transfer is not None:
+                logger.info(
+                    "moved %.1f MB to %s; the host read and filled pinned memory for %.2f s of that time",
+                    transfer.num_bytes / 1e6, device, transfer.host_s,
+                )  # fmt: skip
+            info = _describe(model_id, config, kernels, decoder, plan.label)
+            model = GpuModel(decoder, kernels, config.vocab_size, options.block_size, options.cuda_graphs)
+            gpu = None if device.type == "cpu" else GpuSteps(model, device)
+            adapter = cls(decoder, tokenizer, info, layout, group, gpu=gpu)
+            prepare_cache(adapter, decoder.parts)
+        except BaseException as error:
+            if group is not None:
+                group.break_up(f"rank {options.rank}: the model was not loaded: {error or type(error).__name__}")
+            raise
         return adapter
 
     @classmethod
@@ -216,17 +223,19 @@ class QuantizedModelAdapter(ModelAdapter):
             self._group.close()
 
 
-def _join(options: LoadOptions, kernels: KernelSet) -> RankGroup | None:
+def _join(options: LoadOptions, device: torch.device) -> RankGroup | None:
     if options.world_size == 1:
         return None
-    meeting = Meeting(options.rank, options.world_size, options.master_addr, options.master_port)
-    group = join(meeting, kernels.device)
+    return join(Meeting(options.rank, options.world_size, options.master_addr, options.master_port), device)
+
+
+def _share(group: RankGroup, kernels: KernelSet) -> None:
+    """Exchange through memory where that can be."""
     if kernels.device.type != "cpu":
         group.share_gpus(kernels.device)
-        return group
+        return
     shared = group.share_memory(load_library() if kernels.name == "native" else None)
     logger.info("ranks exchange through %s", "memory that they share" if shared else "sockets (gloo)")
-    return group
 
 
 def _threads(options: LoadOptions) -> int:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from weakref import WeakMethod
 
-if TYPE_CHECKING:
-    from deepseek_tgi.adapters.parallel import Process
+from deepseek_tgi.adapters.rank_processes import Process
 
 WATCH_S = 0.1
 
 
 class RankWatch:
-    """Owner of a thread that calls `ended(ranks)` once, when processes of some ranks have ended."""
+    """Owner of a thread that calls `ended(ranks)` once, when processes of some ranks have ended.
+
+    `ended` is a method of an object which the thread does not keep: it ends with it.
+    """
 
     def __init__(self, processes: Sequence[Process], own_rank: int, ended: Callable[[Sequence[int]], None]) -> None:
         self._others = [(rank, process) for rank, process in enumerate(processes) if rank != own_rank]
-        self._ended = ended
+        self._ended = WeakMethod(ended)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._thread.start()
@@ -35,6 +37,8 @@ class RankWatch:
     def _watch(self) -> None:
         while not self._stopped.wait(WATCH_S):
             gone = [rank for rank, process in self._others if not process.runs()]
-            if gone:
-                self._ended(gone)
+            ended = self._ended() if gone else None
+            if ended is not None:
+                ended(gone)
+            if gone or self._ended() is None:
                 return

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # documented there, not in its __all__
 
-from deepseek_tgi.adapters.parallel import Process, RankGroup, listed
+from deepseek_tgi.adapters.parallel import RankGroup
+from deepseek_tgi.adapters.rank_processes import Process, listed
 from deepseek_tgi.errors import ConfigError, ResourceError
 
 logger = logging.getLogger(__name__)

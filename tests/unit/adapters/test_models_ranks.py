@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +18,12 @@ from stepper import Stepper, relative_error
 
 from deepseek_tgi.adapters import quantized
 from deepseek_tgi.adapters.base import LoadOptions
+from deepseek_tgi.adapters.parallel import RankGroup
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
+from deepseek_tgi.adapters.rank_processes import Process
 from deepseek_tgi.core import CachedBatch, SamplingParams, StopRule
 from deepseek_tgi.engine.engine import Engine, EngineConfig, WarmupResult
-from deepseek_tgi.errors import ResourceError
+from deepseek_tgi.errors import CheckpointError, ResourceError
 
 TEXT = [(11 * i + 5) % 270 for i in range(40)]
 CHUNKS = [17, 9]
@@ -174,3 +180,33 @@ def test_each_rank_takes_its_share_of_the_threads(tmp_path: Path, monkeypatch: p
         with sharded(tmp_path, kernels="torch", num_threads=wish):
             pass
     assert taken == [2, 2, 3, 3], "a wish is for each rank"
+
+
+def test_a_load_that_fails_on_one_rank_leaves_the_others_and_keeps_nothing(tmp_path: Path) -> None:
+    write_model(tmp_path, FAMILIES["llama"])
+    on_gpus = mock.Mock()
+    made: list[weakref.ref[RankGroup]] = []
+    watching: list[threading.Thread] = []
+
+    def join(*_: object) -> RankGroup:
+        group = RankGroup(None, 0, [Process.own()] * 2, 60.0, on_gpus)
+        assert group._watch is not None
+        made.append(weakref.ref(group))
+        watching.append(group._watch._thread)
+        return group
+
+    def failing() -> None:
+        options = LoadOptions(rank=0, world_size=2, dtype="float32")
+        with pytest.raises(CheckpointError, match="cut short"):
+            QuantizedModelAdapter.get_model(str(tmp_path), options=options)
+
+    with (
+        mock.patch.object(quantized, "join", join),
+        mock.patch.object(quantized, "_share"),
+        mock.patch.object(quantized, "load_decoder", side_effect=CheckpointError("cut short")),
+    ):
+        failing()
+    on_gpus.abort.assert_called_once()
+    assert not watching[0].is_alive()
+    gc.collect()
+    assert made[0]() is None

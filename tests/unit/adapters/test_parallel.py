@@ -16,7 +16,8 @@ import pytest
 import torch
 from ranks import on_ranks, unused_port
 
-from deepseek_tgi.adapters.parallel import SWAPPED_FLOATS, Process, RankGroup
+from deepseek_tgi.adapters.parallel import SWAPPED_FLOATS, RankGroup
+from deepseek_tgi.adapters.rank_processes import Process
 from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.errors import CheckpointError, ConfigError, DeviceError, ResourceError
 from deepseek_tgi.kernels import rank_memory

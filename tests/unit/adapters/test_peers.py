@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,13 @@ from emulation.emulated import EmulatedPrograms
 from gpu_walk import on_processes
 from ranks import unused_port
 
-from deepseek_tgi.adapters import parallel, peers
-from deepseek_tgi.adapters.parallel import Process, RankGroup
+from deepseek_tgi.adapters import parallel, peers, rank_processes
+from deepseek_tgi.adapters.parallel import RankGroup
 from deepseek_tgi.adapters.peers import Peers
+from deepseek_tgi.adapters.rank_processes import Process
 from deepseek_tgi.adapters.rank_watch import RankWatch
 from deepseek_tgi.adapters.rendezvous import Meeting, join
-from deepseek_tgi.errors import DeviceError
+from deepseek_tgi.errors import DeviceError, GenerationError
 from deepseek_tgi.kernels import peer_sizes
 from deepseek_tgi.kernels.compiler import BuildError
 from deepseek_tgi.kernels.cuda.machine import Machine
@@ -143,7 +145,7 @@ def test_what_one_rank_cannot_none_does_and_each_says_why(tmp_path: Path, fault:
 
 def test_ranks_of_several_machines_or_too_many_do_not_try() -> None:
     for processes, why in (
-        ([Process(1, "here"), Process(2, "there")], "they are on several machines"),
+        ([Process(1, "here"), Process(2, "there")], "they are on several machines or in several containers"),
         ([Process.own()] * 9, "there are more than 8 of them"),
     ):
         group = RankGroup(None, 0, processes, 1.0)
@@ -207,12 +209,59 @@ def test_a_rank_whose_process_ends_is_noticed_while_nobody_asks() -> None:
         group.close()
 
 
+class Ended:
+    """Who is told of ranks that have ended."""
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+
+    def tell(self, ranks: Sequence[int]) -> None:
+        self.ranks.extend(ranks)
+
+
 def test_a_watch_that_was_stopped_says_nothing() -> None:
-    ended = mock.Mock()
+    ended = Ended()
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as peer:
-        watch = RankWatch([Process.own(), Process(peer.pid, Process.own().machine)], 0, ended)
+        watch = RankWatch([Process.own(), Process(peer.pid, Process.own().machine)], 0, ended.tell)
         watch.stop()
         peer.kill()
         peer.wait()
     watch.stop()
-    ended.assert_not_called()
+    assert not ended.ranks
+
+
+def test_a_watch_keeps_nobody_and_ends_with_who_is_told() -> None:
+    on_gpus = mock.Mock()
+    group = RankGroup(None, 0, [Process.own()] * 2, 60.0, on_gpus)
+    assert group._watch is not None
+    thread, kept = group._watch._thread, weakref.ref(group)
+    del group
+    assert kept() is None
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_rank_that_was_lost_is_blamed_and_not_the_model_whose_numbers_it_left_out() -> None:
+    memory = mock.Mock(over=0)
+    group = RankGroup(None, 0, [Process.own()] * 2, 7.0)
+
+    def warmed_up() -> None:
+        with group.together():
+            memory.over = 3
+            raise GenerationError("the model's logits are not finite")
+
+    with mock.patch.object(parallel, "connect", return_value=Peers(memory, mock.Mock())):
+        group.share_gpus(CPU)
+    with pytest.raises(DeviceError, match=r"^rank 0: no answer from rank 1 within 7 s$"):
+        warmed_up()
+
+
+def test_processes_of_another_container_count_as_running(tmp_path: Path) -> None:
+    """Their numbers are those of others here, or of none."""
+    here = Process.own()
+    (tmp_path / "pid").symlink_to("pid:[1]")
+    with mock.patch.object(rank_processes, "PROCESSES", tmp_path / "pid"):
+        there = Process(1 << 30, Process.own().machine)
+    assert not Process(1 << 30, here.machine).runs()
+    assert there.runs()
+    assert not RankGroup(None, 0, [here, there], 1.0).on_one_machine
