@@ -1,7 +1,8 @@
 """Measures which kernel multiplies a weight fastest by how many rows, on the GPU it is asked on.
 
-A measurement is a CUDA graph of calls over copies of the weight that together exceed every cache, replayed; the median
-of the replays counts. A kernel whose result is not what dequantising gives is never chosen, and is reported.
+A measurement is a CUDA graph of calls over copies of the weight that together exceed every cache. Rivals are replayed
+in turns, since a GPU that has just worked hard is slower for all, and the median counts. A kernel whose result is not
+what dequantising gives is never chosen, and is reported.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -164,19 +165,21 @@ def best(machine: Machine, copies: Sequence[CudaInt4], rows: int) -> tuple[Choic
     w = copies[0]
     x = torch.randn(rows, w.in_features, device=w.codes.device).to(torch.bfloat16)
     expected = dequantised.multiply(machine.programs, x, w)
-    times: list[tuple[float, int, Choice]] = []
+    right: list[Choice] = []
+    calls: list[list[Callable[[], None]]] = []
     for choice in candidates(w, rows, machine):
         out = torch.full((rows, w.out_features), float("nan"), dtype=torch.bfloat16, device=x.device)
         call(machine, choice, x, w, out)
         error = float((out.float() - expected).norm() / expected.norm())
         if error < _MAX_ERROR:
             some = copies[: max(2, _MANY_ROWS // rows)]  # beyond, a call lasts and moves more than a cache holds
-            calls = [partial(call, machine, choice, x, copy, out) for copy in some]
-            times.append((graph_time(calls), len(times), choice))
+            calls.append([partial(call, machine, choice, x, copy, out) for copy in some])
+            right.append(choice)
         else:
             logger.error("%s for %d rows of %s is wrong by %.1e and is not used", choice, rows, key_of(w), error)
-    time, _, choice = min(times)
-    return choice, time
+    times = graph_times(calls)
+    least = times.index(min(times))
+    return right[least], times[least]
 
 
 def copies_of(w: CudaInt4) -> list[CudaInt4]:
@@ -186,21 +189,26 @@ def copies_of(w: CudaInt4) -> list[CudaInt4]:
     return [w, *(CudaInt4(w.codes.clone(), w.metas.clone(), shape, w.scale_kind) for _ in range(count - 1))]
 
 
-def graph_time(calls: Iterable[Callable[[], None]]) -> float:
-    """Microseconds a call takes inside a CUDA graph of all of them."""
-    listed = list(calls)
-    listed[0]()
+def graph_times(rivals: Sequence[Sequence[Callable[[], None]]]) -> list[float]:
+    """For each list microseconds of a call inside a CUDA graph of all of them; the graphs' replays alternate."""
+    graphs = [_recorded(calls) for calls in rivals]
+    times: list[list[float]] = [[] for _ in rivals]
+    for _ in range(_REPLAYS):
+        for graph, calls, own in zip(graphs, rivals, times, strict=True):
+            start, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            own.append(float(start.elapsed_time(end)) * 1000 / len(calls))
+    return [statistics.median(own) for own in times]
+
+
+def _recorded(calls: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
+    calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for each in listed:
+        for each in calls:
             each()
-    times: list[float] = []
-    for _ in range(_REPLAYS):
-        start, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(float(start.elapsed_time(end)) * 1000 / len(listed))
-    return statistics.median(times)
+    return graph

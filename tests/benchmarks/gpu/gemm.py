@@ -3,7 +3,8 @@
     python -m tests.benchmarks.gpu.gemm [--json FILE] [--rows 1,8,16] [--weights gate_up,o]
 
 The floor is the larger of the weight's bytes over the bandwidth of reading and the operations over cuBLAS's best rate,
-both measured in the same run. A product is timed only after it agreed with float64. `target` is the better of vLLM's
+both measured in the same run. A product is timed only after it agreed with float64, in turns with dequantising first
+and with cuBLAS. `target` is the better of vLLM's
 Marlin and Machete on an H200, less the gain asked for, or the time of cuBLAS; what is to be beaten is measured here.
 """
 
@@ -25,7 +26,7 @@ from deepseek_tgi.kernels.int4_linear.choice import Choice, Chooser, tables_for
 from deepseek_tgi.kernels.int4_linear.cuda import Int4Ops
 from deepseek_tgi.kernels.int4_linear.layout import CudaInt4
 from deepseek_tgi.kernels.int4_linear.tune import spec_of
-from tests.benchmarks.gpu.timing import graph_us
+from tests.benchmarks.gpu.timing import graph_us, side_by_side
 from tests.benchmarks.measure import circumstances
 
 WEIGHTS = {
@@ -129,15 +130,21 @@ def measured(ops: Int4Ops, name: str, all_rows: Sequence[int], ceilings: dict[st
         error = float((out[some].double() - expected).norm() / expected.norm())
         assert error < MAX_ERROR, f"{name}, {m} rows: wrong by {error:.1e}"
         calls = max(1, min(len(copies), 4096 // m))
-        cublas = graph_us([partial(torch.mm, x, w.t(), out=out) for w in dense[: max(2, calls)]])
+        us, dequantise, cublas = side_by_side(
+            [
+                [partial(ops.int4_linear, x, w, out=out) for w in copies[:calls]],
+                [partial(dequantise_first, ops.machine, x, w, out) for w in copies[: min(calls, 4)]],
+                [partial(torch.mm, x, w.t(), out=out) for w in dense[: max(2, calls)]],
+            ]
+        )
         peer = PEERS_US.get((name, m))
         rows.append(
             Row(
                 name,
                 m,
-                graph_us([partial(ops.int4_linear, x, w, out=out) for w in copies[:calls]]),
+                us,
                 floor,
-                graph_us([partial(dequantise_first, ops.machine, x, w, out) for w in copies[: min(calls, 4)]], 5),
+                dequantise,
                 cublas,
                 graph_us([partial(theirs, x)] * 4, 5) if theirs is not None and m <= 64 else None,
                 peer,

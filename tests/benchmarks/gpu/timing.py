@@ -13,6 +13,26 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
 
     Calls should differ in the memory they touch, so that the L2 cache holds nothing for them.
     """
+    return side_by_side([calls], replays)[0]
+
+
+def side_by_side(rivals: Sequence[Sequence[Callable[[], object]]], replays: int = 15) -> list[float]:
+    """`graph_us` of each of `rivals`, whose replays alternate: a GPU that has just worked hard is slower for all."""
+    graphs = [_recorded(calls) for calls in rivals]
+    times: list[list[float]] = [[] for _ in rivals]
+    for _ in range(replays):
+        for graph, calls, own in zip(graphs, rivals, times, strict=True):
+            start, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            own.append(float(start.elapsed_time(end)) * 1e3 / len(calls))
+    return [statistics.median(own) for own in times]
+
+
+def _recorded(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """All calls in one graph, replayed once."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -21,15 +41,7 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
         for call in calls:
             call()
     graph.replay()
-    times: list[float] = []
-    for _ in range(replays):
-        start, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(float(start.elapsed_time(end)) * 1e3 / len(calls))
-    return statistics.median(times)
+    return graph
 
 
 def copy_bytes_per_s() -> float:
