@@ -24,11 +24,14 @@ def panel(tokens: int, warpgroups: int, stages: int, registers: int) -> CudaKern
     return CudaKernel(spec, registers, must, archs=(HOPPER,), at_most=((WARPGROUP_WAIT, 5),))
 
 
-def wide(tokens: int, warpgroups: int, stages: int, cluster: int, registers: int) -> CudaKernel:
-    """The kernel for many rows that the copy engine feeds: a wait for each of two steps, and one behind them."""
-    spec = wide_spec(WideShape(tokens, warpgroups, stages, cluster), group=128, scale_kind=1, out_bf16=True)
-    must = (WARPGROUP_MATRIX, r"UTMALDG\.2D", r"UTMALDG\.3D", r"USETMAXREG.*", r"HFMA2\.BF16.*")
-    return CudaKernel(spec, registers, must, archs=(HOPPER,), at_most=((WARPGROUP_WAIT, 3),))
+def wide(shape: WideShape, registers: int, waits: int) -> CudaKernel:
+    """The kernel for many rows that the copy engine feeds."""
+    panel = r"UTMALDG\.2D" if shape.sharers == 1 else r"UTMALDG\.2D\.MULTICAST"
+    must = (WARPGROUP_MATRIX, panel, r"UTMALDG\.3D", r"USETMAXREG.*", r"HFMA2\.BF16.*")
+    spec = wide_spec(shape, group=128, scale_kind=1, out_bf16=True)
+    return CudaKernel(
+        spec, registers, must, archs=(HOPPER,), must_not=(FENCE_OF_ALL,), at_most=((WARPGROUP_WAIT, waits),)
+    )
 
 
 CUDA = [
@@ -54,6 +57,9 @@ CUDA = [
     ),
     panel(tokens=64, warpgroups=2, stages=6, registers=128),
     panel(tokens=256, warpgroups=2, stages=4, registers=224),
-    wide(tokens=128, warpgroups=3, stages=6, cluster=2, registers=128),
-    wide(tokens=256, warpgroups=2, stages=5, cluster=1, registers=168),
+    # A wait for each of two steps, and one behind them; of exact products one more where a group ends.
+    wide(WideShape(128, 3, 8, cluster=2), registers=128, waits=3),
+    wide(WideShape(256, 2, 5, sharers=2), registers=168, waits=3),
+    wide(WideShape(64, 4, 10), registers=96, waits=4),
+    wide(WideShape(64, 1, 6, cluster=4), registers=80, waits=4),
 ]  # fmt: skip

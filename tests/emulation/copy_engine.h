@@ -22,6 +22,20 @@ static inline void signal_change(u64* signal, int arrivals, int bytes) {
   emulation::cluster.progress++;
 }
 static inline void signal_arrive(u64* signal) { signal_change(signal, 1, 0); }
+// `act` as block `rank` of the cluster would, with its own memory at that place.
+template <class Act>
+static inline void in_block(void* shared, int rank, Act act) {
+  using namespace emulation;
+  if (unsigned(rank) >= cluster.size) fail("a cluster has no such block");
+  Block* self = block;
+  const auto at = static_cast<u8*>(shared) - self->memory;
+  block = &cluster.blocks[rank];
+  act(block->memory + at);
+  block = self;
+}
+static inline void signal_arrive_at(u64* signal, int rank) {
+  in_block(signal, rank, [](u8* there) { signal_arrive(reinterpret_cast<u64*>(there)); });
+}
 static inline void signal_arrive_expecting(u64* signal, int bytes) { signal_change(signal, 1, bytes); }
 static inline void signal_wait(u64* signal, int parity) {
   Signal s;
@@ -54,5 +68,11 @@ static inline void copy_box(void* shared, const tile_map& map, int first, int se
 }
 static inline void copy_tile(void* shared, const tile_map& map, int line, int column, u64* signal) {
   copy_box(shared, map, 0, line, column, signal);
+}
+static inline void copy_tile_to(void* shared, const tile_map& map, int line, int column, u64* signal, int blocks) {
+  const auto apart = static_cast<u8*>(shared) - reinterpret_cast<u8*>(signal);
+  for (int rank = 0; blocks >> rank; rank++)
+    if (blocks >> rank & 1)
+      in_block(signal, rank, [&](u8* there) { copy_tile(there + apart, map, line, column, reinterpret_cast<u64*>(there)); });
 }
 static inline void expect_boxes(const tile_map&) {}

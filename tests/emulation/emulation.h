@@ -661,7 +661,7 @@ static inline void warpgroup_commit() {}
 template <int pending>
 static inline void warpgroup_wait() {}
 static inline void fence_for_matrices() {}
-template <int count>
+template <bool add = true, int count>
 static inline void warpgroup_mma(float (&d)[count], const u32 (&a)[4], u64 b) {
   const int lane = lane_id(), g = lane / 4, t = lane % 4;
   double rows[2][16];
@@ -673,7 +673,7 @@ static inline void warpgroup_mma(float (&d)[count], const u32 (&a)[4], u64 b) {
     }
   for (int i = 0; i < count; i++) {
     u64 line = u64(i / 4 * 8 + t * 2 + i % 2);
-    double total = d[i];
+    double total = add ? d[i] : 0.0;
     for (int k = 0; k < 16; k++) {
       u64 at = b + line * 128 + u64(k) * 2;
       at ^= (at >> 7 & 7) << 4;

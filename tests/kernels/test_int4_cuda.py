@@ -144,13 +144,37 @@ PANELS = [
 
 
 WIDES = [
-    ((64, 128, 128), 16, torch.float16, WideShape(tokens=16, warpgroups=1, stages=3)),
     ((33, 608, 32), 37, torch.float32, WideShape(tokens=32, warpgroups=1, stages=5, cluster=2)),
-    ((600, 192, 64), 70, torch.bfloat16, WideShape(tokens=64, warpgroups=2, stages=3)),
-    ((456, 512, 128), 45, torch.float16, WideShape(tokens=16, warpgroups=1, stages=4)),
+    ((300, 352, 32), 20, torch.float16, WideShape(tokens=32, warpgroups=1, stages=3, sharers=4)),
     ((64, 768, 128), 130, torch.float16, WideShape(tokens=128, warpgroups=1, stages=3, cluster=2)),
     ((130, 384, 64), 260, torch.float16, WideShape(tokens=256, warpgroups=2, stages=4)),
+    ((600, 192, 64), 200, torch.bfloat16, WideShape(tokens=128, warpgroups=1, stages=4, sharers=2)),
 ]
+
+EXACT = [
+    ((64, 128, 128), 16, torch.float16, WideShape(tokens=16, warpgroups=1, stages=3)),
+    ((456, 128, 128), 45, torch.float16, WideShape(tokens=16, warpgroups=1, stages=3)),
+    ((456, 512, 128), 45, torch.float16, WideShape(tokens=16, warpgroups=1, stages=3, sharers=2)),
+    ((600, 192, 64), 70, torch.bfloat16, WideShape(tokens=64, warpgroups=2, stages=3)),
+    ((700, 640, 64), 300, torch.bfloat16, WideShape(tokens=64, warpgroups=1, stages=4, sharers=2)),
+    ((130, 768, 128), 100, torch.float32, WideShape(tokens=64, warpgroups=1, stages=3, cluster=2, sharers=2)),
+]
+
+
+@pytest.mark.parametrize(("size", "rows", "dtype", "shape"), EXACT, ids=str)
+def test_wide_of_few_tokens_equals_the_written_out_sum(
+    size: tuple[int, int, int], rows: int, dtype: torch.dtype, shape: WideShape
+) -> None:
+    torch.manual_seed(rows)
+    w = int4(*size, dtype)
+    x = torch.randn(rows, size[1]).bfloat16()
+    bias, residual = torch.randn(size[0]), torch.randn(rows, size[0])
+    weight = written_out(w)
+    expected = oracle.linear(x.float().numpy(), weight, bias.numpy(), residual.numpy())
+    out = torch.full((rows, size[0]), float("nan"))
+    wide.launch(MACHINE, shape, x, layout.pack(*w), out, bias=bias, residual=residual)
+    # Products are of exact integers, scaled a group at a time.
+    assert (abs(out.numpy() - expected) <= 2 * sums_bound(x.float().numpy(), weight)).all()
 
 
 @pytest.mark.parametrize(("size", "rows", "dtype", "shape"), [*PANELS, *WIDES], ids=str)

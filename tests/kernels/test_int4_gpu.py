@@ -8,8 +8,9 @@ import torch
 from deepseek_tgi.kernels.common import ComputeDtype
 from deepseek_tgi.kernels.cuda.nvrtc import arch_of, compile_all
 from deepseek_tgi.kernels.cuda.program import KernelSpec
-from deepseek_tgi.kernels.int4_linear import cuda, dequantised, layout, tune
+from deepseek_tgi.kernels.int4_linear import cuda, dequantised, layout, tune, wide
 from deepseek_tgi.kernels.int4_linear.choice import Chooser, runs, tables_for
+from deepseek_tgi.kernels.int4_linear.wide import WideShape
 from deepseek_tgi.kernels.select import select_kernels
 
 pytestmark = pytest.mark.gpu
@@ -92,6 +93,34 @@ def test_candidates_against_float64(ops: cuda.Int4Ops) -> None:
             out = torch.full((m, size[0]), float("nan"), dtype=torch.bfloat16, device="cuda")
             tune.call(ops.machine, choice, x, case.packed, out)
             assert off(out, product) < 4e-3, (m, choice)
+
+
+WIDES = [
+    WideShape(256, 2, 5, sharers=2), WideShape(256, 2, 5, cluster=2), WideShape(128, 3, 6, sharers=2),
+    WideShape(128, 1, 5, cluster=2, sharers=2), WideShape(64, 4, 8), WideShape(64, 1, 4, cluster=4),
+    WideShape(64, 2, 6, sharers=4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [(1000, 1344, 64), (2048, 4096, 128), (130, 640, 32)], ids=str)
+def test_shapes_of_the_copy_engine_s_kernel_against_float64(ops: cuda.Int4Ops, size: tuple[int, int, int]) -> None:
+    case = Case(*size)
+    shapes = [shape for shape in WIDES if runs(shape, 300, case.packed, ops.machine.capability)]
+    specs = [tune.spec_of(shape, case.packed, 300, out_bf16=narrow) for shape in shapes for narrow in (False, True)]
+    compile_all(specs, arch_of(*torch.cuda.get_device_capability()))
+    for rows in (37, 64, 300, 1100):
+        x, bias = torch.randn(rows, size[1], device="cuda").bfloat16(), torch.randn(size[0], device="cuda")
+        residual = torch.randn(rows, size[0], device="cuda")
+        product = x.double() @ case.weight.t()
+        for shape in shapes:
+            narrow = torch.full((rows, size[0]), float("nan"), dtype=torch.bfloat16, device="cuda")
+            wide.launch(ops.machine, shape, x, case.packed, narrow)
+            assert off(narrow, product) < 4e-3, (rows, shape)
+            sums = [torch.full((rows, size[0]), float("nan"), device="cuda") for _ in range(2)]
+            for out in sums:
+                wide.launch(ops.machine, shape, x, case.packed, out, bias=bias, residual=residual)
+            assert off(sums[0], product + bias.double() + residual.double()) < 2.5e-3, (rows, shape)
+            assert torch.equal(*sums), (rows, shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -14,21 +14,24 @@ from deepseek_tgi.kernels.int4_linear.stream import clusters_at_once
 
 SOURCE = "int4_wide"
 SIGNATURE = "tttpppiiiiii"
-LEAST_ROWS = 129
-"""For fewer, `panel` is as fast or faster."""
-MOST_ROWS = 1024
+LEAST_ROWS = 33
+"""For fewer, `stream` is faster."""
+MOST_ROWS = 2048
 """Beyond this, a weight nobody has measured is dequantised and multiplied by torch."""
 _WARPGROUPS = {16: (1, 2, 3, 4), 32: (1, 2, 3, 4), 64: (1, 2, 3, 4), 128: (1, 2, 3), 256: (2,)}
 """By tokens: more would leave a thread too few registers for its sums."""
-_CLUSTERS = (1, 2, 4)
+_CLUSTERS = (1, 2, 4, 8)
+_STAGES = (12, 10, 8, 6, 5, 4)
 _SHARED_LIMIT, _MULTIPROCESSOR_BYTES, _BLOCK_BYTES = 232_448, 233_472, 1024
-_OTHER_REGISTERS, _COPYING_REGISTERS = 76, 32
-"""Of a thread that multiplies, beside its sums; of one that does not."""
+_COPYING_REGISTERS = 32
+"""Of a thread that does not multiply."""
 _WARPGROUP_ROWS = 64
 _ROUND_TOKENS = 32
 _MOST_CANDIDATES = 8
-_STAGE_CYCLES, _START_CYCLES, _WRITE_CYCLES = 300, 3000, 8
-"""As measured: what a stage takes beside its products, starting a block, and writing a token of a warpgroup."""
+_STAGE_CYCLES, _LEAST_STAGE_CYCLES, _SHARED_STAGE = 130, 700, 0.95
+_START_CYCLES, _WRITE_CYCLES = 5000, 6
+"""As measured: what a warpgroup's stage takes beside its products, the least a stage takes, and how much of it where
+blocks share their panel; starting a block, and writing a token of a warpgroup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,11 @@ class WideShape:
     warpgroups: int = 2
     stages: int = 5
     cluster: int = 1
+    sharers: int = 1
 
     def __post_init__(self) -> None:
+        assert self.cluster * self.sharers <= 8, f"{self}: no cluster has more blocks everywhere"
+        assert self.tokens % (self.sharers * 8) == 0, f"{self}: a part of a panel is whole lots of eight lines"
         assert self.warpgroups in _WARPGROUPS.get(self.tokens, ()), f"{self}: no such width, or too many sums"
         assert self.stages >= 3, f"{self}: one stage is multiplied, the next one is read, one is filled"
 
@@ -58,9 +64,15 @@ def shared_bytes(shape: WideShape, group: int, scale_kind: int) -> int:
 
 def blocks(shape: WideShape, group: int, scale_kind: int) -> int:
     """Blocks that a multiprocessor has registers and shared memory for."""
-    each = (shape.tokens // 2 + _OTHER_REGISTERS) * shape.warpgroups + _COPYING_REGISTERS
     room = _MULTIPROCESSOR_BYTES // (shared_bytes(shape, group, scale_kind) + _BLOCK_BYTES)
-    return max(1, min(65536 // (each * 128), room))
+    needed = max(shape.tokens + 48, 80) if shape.tokens <= 64 and group >= CHUNK else shape.tokens // 2 + 76
+    return next((count for count in (4, 3, 2) if count <= room and _registers(shape, count) >= needed), 1)
+
+
+def _registers(shape: WideShape, count: int) -> int:
+    """Of a thread that multiplies, where `count` blocks share a multiprocessor; as the source has it."""
+    even = min(65536 // count // ((shape.warpgroups + 1) * 128) // 8 * 8, 240)
+    return (even * (shape.warpgroups + 1) - _COPYING_REGISTERS) // shape.warpgroups // 8 * 8
 
 
 def fits(shape: WideShape, w: CudaInt4, capability: int) -> bool:
@@ -72,32 +84,37 @@ def default_shapes(w: CudaInt4, rows: int, multiprocessors: int) -> tuple[WideSh
     """Shapes in the order to try, for a weight nobody has measured; none where another kernel is thought faster."""
     if not LEAST_ROWS <= rows <= MOST_ROWS:
         return ()
-    return tuple(sorted(_sensible(w), key=lambda shape: _load(shape, w, rows, multiprocessors)))
+    return tuple(sorted(_sensible(w, rows), key=lambda shape: _load(shape, w, rows, multiprocessors)))
 
 
 def candidates(w: CudaInt4, rows: int, multiprocessors: int) -> list[WideShape]:
     """Shapes worth measuring, the likely ones first."""
     if rows < LEAST_ROWS:
         return []
-    return sorted(_sensible(w), key=lambda shape: _load(shape, w, rows, multiprocessors))[:_MOST_CANDIDATES]
+    return sorted(_sensible(w, rows), key=lambda shape: _load(shape, w, rows, multiprocessors))[:_MOST_CANDIDATES]
 
 
-def _sensible(w: CudaInt4) -> list[WideShape]:
+def _sensible(w: CudaInt4, rows: int) -> list[WideShape]:
+    """One shape for each cut, with as many stages as there is memory for."""
     shapes = []
-    for tokens, cluster in product((256, 128), _CLUSTERS):
-        for warpgroups in _WARPGROUPS[tokens]:
-            fitting = (WideShape(tokens, warpgroups, stages, cluster) for stages in (6, 5, 4))
-            shapes += [shape for shape in fitting if _fits(shape, w)][:1]
-    return shapes
+    for tokens in (256, 128) if rows > 128 else (next(each for each in (16, 32, 64, 128) if rows <= each),):
+        for warpgroups, cluster, sharers in product(_WARPGROUPS[tokens], _CLUSTERS, (1, 2)):
+            if sharers > 1 and (cluster > 1 or tokens < 128):
+                continue  # clusters of four leave multiprocessors without one
+            for count in (1, 2, 3) if warpgroups == 1 else (1,):
+                fitting = (WideShape(tokens, warpgroups, stages, cluster, sharers) for stages in _STAGES)
+                shapes += [s for s in fitting if _fits(s, w) and blocks(s, w.group, w.scale_kind) >= count][:1]
+    return list(dict.fromkeys(shapes))
 
 
 def _load(shape: WideShape, w: CudaInt4, rows: int, multiprocessors: int) -> float:
     """Cycles of the busiest multiprocessor: its stages, starting and writing."""
-    pieces = -(-rows // shape.tokens) * _across(shape, w)
-    wide = clusters_at_once(multiprocessors, shape.cluster)
+    pieces = -(-rows // shape.tokens) * -(-_across(shape, w) // shape.sharers)
+    wide = clusters_at_once(multiprocessors, shape.cluster * shape.sharers)
     together = min(blocks(shape, w.group, w.scale_kind), -(-pieces // wide))
     rounds = -(-pieces // (wide * together))
-    stage = (2 * shape.tokens * shape.warpgroups + _STAGE_CYCLES) * together
+    cycles = (2 * shape.tokens + _STAGE_CYCLES) * shape.warpgroups * together
+    stage = max(cycles, _LEAST_STAGE_CYCLES) * (1 if shape.sharers == 1 else _SHARED_STAGE)
     ends = _START_CYCLES + shape.tokens * shape.warpgroups * shape.cluster * _WRITE_CYCLES
     return rounds * (w.chunks / shape.cluster * stage + ends)
 
@@ -125,6 +142,7 @@ def wide_spec(shape: WideShape, group: int, scale_kind: int, out_bf16: bool) -> 
         GROUP=group,
         SCALE_KIND=scale_kind,
         CLUSTER=shape.cluster,
+        SHARERS=shape.sharers,
         OUT_BF16=int(out_bf16),
     )
 
@@ -144,14 +162,15 @@ def launch(
     rows, tiles = x.shape[0], shape.warpgroups * _WARPGROUP_ROWS // TILE_ROWS
     aligned = w.out_features % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in (out, residual))
     panels = -(-rows // shape.tokens)
-    pieces = panels * _across(shape, w)
+    pieces = panels * -(-_across(shape, w) // shape.sharers)
     codes, metas = w.codes.flatten(2), w.metas.flatten(2)
     arguments = (
-        Tiles(x, (shape.tokens, CHUNK)),
+        Tiles(x, (shape.tokens // shape.sharers, CHUNK)),
         Tiles(codes, (tiles, 1, codes.shape[2])),
         Tiles(metas, (tiles, max(1, CHUNK // w.group), metas.shape[2])),
         bias, residual, out, rows, w.out_features, w.chunks, panels, pieces, int(aligned),
     )  # fmt: skip
-    at_once = machine.multiprocessors * blocks(shape, w.group, w.scale_kind)
+    together = shape.cluster * shape.sharers
+    at_once = clusters_at_once(machine.multiprocessors, together) * blocks(shape, w.group, w.scale_kind)
     wide = pieces if shape.cluster > 1 else min(pieces, at_once)
-    kernel((wide, shape.cluster, 1), (shape.warpgroups + 1) * 128, arguments, overlap=True)
+    kernel((wide, together, 1), (shape.warpgroups + 1) * 128, arguments, overlap=True)

@@ -18,7 +18,17 @@ DEVICE void signal_init(u64* signal, int arrivals) {
 DEVICE void signal_arrive(u64* signal) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(signal)) : "memory");
 }
-// The same, and so many bytes are to be copied.
+// The signal at that place in block `rank` of the cluster, where this block's writes do not count: what it read is done
+// with.
+DEVICE void signal_arrive_at(u64* signal, int rank) {
+  asm volatile(
+      "{ .reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(shared_address(signal)),
+      "r"(rank)
+      : "memory");
+}
+// The same as signal_arrive, and so many bytes are to be copied.
 DEVICE void signal_arrive_expecting(u64* signal, int bytes) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(shared_address(signal)),
                "r"(bytes)
@@ -55,6 +65,14 @@ DEVICE void copy_tile(void* shared, const tile_map& map, int line, int column, u
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           shared_address(shared)),
       "l"(&map), "r"(column), "r"(line), "r"(shared_address(signal))
+      : "memory");
+}
+// The same to the same place in several blocks of the cluster, bit r of `blocks` is block r; each one's own signal is told.
+DEVICE void copy_tile_to(void* shared, const tile_map& map, int line, int column, u64* signal, int blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
+      "[%4], %5;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(column), "r"(line), "r"(shared_address(signal)), "h"((u16)blocks)
       : "memory");
 }
 DEVICE void copy_box(void* shared, const tile_map& map, int first, int second, int third, u64* signal) {

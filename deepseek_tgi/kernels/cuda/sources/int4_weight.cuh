@@ -25,11 +25,16 @@ DEVICE float scale_of(u32 bits) {
 struct RowPair {
   u32 scale[2], zero[2];
 };
-DEVICE RowPair row_pair(const void* group, int g) {
-  if (SCALE_KIND == 0) {
-    const words4 m = *(const words4*)((const u8*)group + g * 16);
-    return {{m.x, m.z}, {permute_bytes(m.y, m.y, 0x3232), permute_bytes(m.w, m.w, 0x3232)}};
-  }
-  const words2 m = *(const words2*)((const u8*)group + g * 8);
+#if SCALE_KIND == 0
+typedef words4 RowWords;
+DEVICE RowPair row_pair(const RowWords& m) {
+  return {{m.x, m.z}, {permute_bytes(m.y, m.y, 0x3232), permute_bytes(m.w, m.w, 0x3232)}};
+}
+#else
+typedef words2 RowWords;
+DEVICE RowPair row_pair(const RowWords& m) {
   return {{m.x, m.y}, {permute_bytes(m.x, m.x, 0x3232), permute_bytes(m.y, m.y, 0x3232)}};
 }
+#endif
+DEVICE RowWords row_words(const void* group, int g) { return ((const RowWords*)group)[g]; }
+DEVICE RowPair row_pair(const void* group, int g) { return row_pair(row_words(group, g)); }
