@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 
 from deepseek_tgi.adapters.decode_graphs import Capture, CudaCapture, DecodeGraphs, GraphSpec, usual_buckets
 from deepseek_tgi.adapters.models.decoder import Decoder
+from deepseek_tgi.adapters.parallel import RankGroup
 from deepseek_tgi.adapters.parking import DeviceMemory, ParkedWeights, storages_of
 from deepseek_tgi.adapters.staging import InputStage, check_slots, check_values
 from deepseek_tgi.core import ForwardInputs
-from deepseek_tgi.errors import GenerationError
+from deepseek_tgi.errors import DeviceError, GenerationError
 from deepseek_tgi.kernels.device_set import syncing_ops
 from deepseek_tgi.kernels.select import KernelSet
 from deepseek_tgi.kv.pool import KVPool, LayerByLayer
@@ -22,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 GRAPH_BYTES = 8 << 20
 """What the driver keeps of one recorded step, about, and its part of the shared memory."""
+ANOTHER_RANK = "another rank cannot record them"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,7 @@ class GpuModel:
     vocab_size: int
     block_size: int
     buckets: tuple[int, ...] | None = None
+    group: RankGroup | None = None
 
     def spec(self, max_requests: int, max_tokens: int) -> GraphSpec | None:
         """Graphs worth recording; None if there are to be none, or kernels ask the device for values."""
@@ -89,25 +96,20 @@ class GpuSteps:
         """See `ModelAdapter.open_pool`."""
         self.close_pool()
         spec = self._model.spec(max_requests, max_tokens)
-        if spec is None:
-            why = (
-                f"{', '.join(sorted(self._model.syncing))} ask for values" if self._model.syncing else "none are wished"
-            )
+        wanted = self._agreed(spec is not None)
+        if spec is None or not wanted:
+            syncing = ", ".join(sorted(self._model.syncing))
+            why = f"{syncing} ask for values" if syncing else "none are wished" if spec is None else ANOTHER_RANK
             logger.info("decode steps are not recorded in graphs: %s", why)
             return
-        self._choose_device()
-        decoder, pages, scratch = self._model.decoder, LayerByLayer(pool), self._model.decoder.scratch(spec.largest)
-
-        def step(inputs: ForwardInputs, logits: torch.Tensor) -> None:
-            made = decoder.step(inputs, pages, scratch, logits)
-            if made is not logits:  # put together from the ranks'
-                logits.copy_(made)
-
-        graphs = DecodeGraphs(spec, step, self._device, self._make_capture(self._device))
         try:
-            graphs.record_first()
-            while decoder.several_ranks and graphs.record_next():
+            graphs = self._on_all(partial(self._made, spec, pool))
+            if self._model.group is None:
+                graphs.record_first()
+            while self._model.group is not None and self._on_all(graphs.record_next):
                 pass  # all ranks record together, now or never
+        except DeviceError:
+            raise
         except (RuntimeError, GenerationError) as error:
             logger.warning("decode steps are not recorded in graphs, and slower: %s", str(error).splitlines()[0])
             return
@@ -116,6 +118,45 @@ class GpuSteps:
             "decode steps recorded for batches of %s; %d more sizes follow when there is time",
             ", ".join(map(str, graphs.recorded)), len(spec.buckets) - len(graphs.recorded),
         )  # fmt: skip
+
+    def _made(self, spec: GraphSpec, pool: KVPool) -> DecodeGraphs:
+        """Graphs of which none is recorded."""
+        self._choose_device()
+        decoder, pages, scratch = self._model.decoder, LayerByLayer(pool), self._model.decoder.scratch(spec.largest)
+        group, taken = self._model.group, set[int]()
+
+        def step(inputs: ForwardInputs, logits: torch.Tensor) -> None:
+            # Other ranks' GPUs wait for the first step of a size; what is recorded then waits for nobody.
+            first = group is not None and inputs.logit_rows.shape[0] not in taken
+            with group.together() if group is not None and first else nullcontext():
+                made = decoder.step(inputs, pages, scratch, logits)
+            taken.add(inputs.logit_rows.shape[0])
+            if made is not logits:  # put together from the ranks'
+                logits.copy_(made)
+
+        return DecodeGraphs(spec, step, self._device, self._make_capture(self._device))
+
+    def _on_all(self, work: Callable[[], T]) -> T:
+        """What `work` returns. If it fails on one rank, none goes on: ranks that replay a step and ranks that take it
+        as it is add up different sizes.
+
+        Raises: its error, or `GenerationError` for another rank's.
+        """
+        try:
+            made = work()
+        except DeviceError:
+            raise
+        except (RuntimeError, GenerationError):
+            self._agreed(False)
+            raise
+        if not self._agreed(True):
+            raise GenerationError(ANOTHER_RANK)
+        return made
+
+    def _agreed(self, able: bool) -> bool:
+        """True if all ranks are able."""
+        group = self._model.group
+        return able if group is None else bool(group.smallest(int(able)))
 
     def go_on_preparing(self) -> bool:
         """Record one more batch size; False if none is left."""

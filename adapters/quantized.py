@@ -109,7 +109,7 @@ class QuantizedModelAdapter(ModelAdapter):
                     transfer.num_bytes / 1e6, device, transfer.host_s,
                 )  # fmt: skip
             info = _describe(model_id, config, kernels, decoder, plan.label)
-            model = GpuModel(decoder, kernels, config.vocab_size, options.block_size, options.cuda_graphs)
+            model = GpuModel(decoder, kernels, config.vocab_size, options.block_size, options.cuda_graphs, group)
             gpu = None if device.type == "cpu" else GpuSteps(model, device)
             adapter = cls(decoder, tokenizer, info, layout, group, gpu=gpu)
             prepare_cache(adapter, decoder.parts)

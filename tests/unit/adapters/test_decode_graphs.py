@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.decode_graphs import DecodeGraphs, GraphSpec, usual_buckets
 from deepseek_tgi.adapters.gpu_steps import GpuModel, GpuSteps
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
+from deepseek_tgi.adapters.together import Together
 from deepseek_tgi.core import ForwardInputs
-from deepseek_tgi.errors import GenerationError
+from deepseek_tgi.errors import DeviceError, GenerationError
 from deepseek_tgi.kernels.select import KernelSet, select_kernels
 from deepseek_tgi.kv.pool import KVPool
 
@@ -268,6 +270,82 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(
     expected = model.step(inputs, KVPool(model.kv_layout, 4))
     assert torch.equal(steps.step(inputs, pool), expected)
     assert not steps.go_on_preparing()
+
+
+class Ranks:
+    """The other ranks of a group: `others` is what they say to each question in turn, 1 once it is over."""
+
+    def __init__(self, others: Sequence[int] = ()) -> None:
+        self.others = list(others)
+        self.asked: list[int] = []
+        self.ended = ""
+        self.rank, self.lost = 0, None
+
+    def smallest(self, number: int) -> int:
+        self.asked.append(number)
+        return min(number, self.others.pop(0) if self.others else 1)
+
+    def check(self) -> None: ...
+
+    def together(self) -> Together:
+        return Together(self)  # type: ignore[arg-type]
+
+    def break_up(self, reason: str) -> None:
+        self.ended = reason
+
+
+class TwoRuns(Recorder):
+    """Takes each step once before it is recorded; `fails` at that run of all."""
+
+    fails = 0
+    runs = 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        for _ in range(2):
+            type(self).runs += 1
+            if self.runs == self.fails:
+                raise RuntimeError("out of memory")
+            run()
+        return run
+
+
+def opened(model: QuantizedModelAdapter, ranks: Ranks, fails: int = 0) -> tuple[GpuSteps, KVPool]:
+    recorder = type("Failing", (TwoRuns,), {"fails": fails})
+    gpu = GpuModel(model._decoder, recordable(), model.info.vocab_size, 16, (1, 2, 3), ranks)  # type: ignore[arg-type]
+    steps, pool = GpuSteps(gpu, CPU, recorder), KVPool(model.kv_layout, 4)
+    steps.open_pool(pool, 3, 32)
+    return steps, pool
+
+
+def test_ranks_record_all_sizes_or_none(model: QuantizedModelAdapter, caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks()
+    steps, _ = opened(model, ranks)
+    assert steps._graphs is not None
+    assert steps._graphs.recorded == [1, 2, 3]
+    assert ranks.asked == [1, 1, 1, 1, 1, 1], "all, what is needed, each size, and that none is left"
+    for others, fails, asked, why in (
+        ([0], 0, [1], "another rank cannot record them"),
+        ([1, 1, 1, 0], 0, [1, 1, 1, 1], "another rank cannot record them"),
+        ([], 4, [1, 1, 1, 0], "out of memory"),  # what is recorded waits for nobody
+    ):
+        caplog.clear()
+        ranks = Ranks(others)
+        with caplog.at_level(logging.INFO):
+            steps, _ = opened(model, ranks, fails)
+        assert steps._graphs is None
+        assert ranks.asked == asked
+        assert not ranks.ended
+        assert f": {why}" in caplog.text
+
+
+def test_an_error_in_a_step_that_other_ranks_take_before_recording_is_fatal(model: QuantizedModelAdapter) -> None:
+    ranks = Ranks()
+    with (
+        mock.patch.object(type(model._decoder), "step", side_effect=RuntimeError("out of memory")),
+        pytest.raises(DeviceError, match="a step failed that other ranks are in: RuntimeError: out of memory"),
+    ):
+        opened(model, ranks)
+    assert ranks.ended
 
 
 def test_ids_and_slots_are_looked_at_before_they_are_moved(model: QuantizedModelAdapter) -> None:
