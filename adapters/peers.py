@@ -8,6 +8,7 @@ in different ways. Rejected: NCCL alone, whose smallest sum takes longer than th
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,10 @@ TRIAL_S = 10.0
 """How long the first sums may take: ranks have just met, so they come at once."""
 TRIALS = (1, 77, 4096)
 """Floats of sums that are tried, besides the longest ones."""
+REPEATED = 8191
+"""Of numbers that are tried: sums of eight are exact."""
+FAILURES = (BuildError, DeviceError, RuntimeError, ImportError, OSError)
+"""Of what is asked of the device: they mean that there is another way."""
 FIRST_LATE = 2
 """Of the word `over`: from here on the number of the rank that did not come."""
 
@@ -92,13 +97,14 @@ def _connected(group: RankGroup, device: torch.device) -> tuple[Peers | None, st
     try:
         places = PeerPlaces(group.rank, memory.reach(all_told, group.rank), memory.over_address)
         peers = Peers(memory, PeerExchange(machine_of(device).programs, places, device, TRIAL_S))
-    except DeviceError as error:
-        why = str(error)
+    except FAILURES as error:
+        why = _reason(error)
     if group.smallest(int(peers is not None)):
         assert peers is not None, "all ranks said so"
-        if group.smallest(int(_adds_up(peers.exchange, group, device))):
+        why = _tried(peers, group, device)
+        if group.smallest(int(not why)):
             return peers, ""
-        why = "their first sums came out wrong"
+        why = why or "another rank's first sums came out wrong"
     memory.let_go()
     group.smallest(0)  # nobody has it open any more
     memory.close()
@@ -106,26 +112,60 @@ def _connected(group: RankGroup, device: torch.device) -> tuple[Peers | None, st
 
 
 def _lend(device: torch.device, num_bytes: int) -> tuple[PeerMemory | None, bytes, str]:
-    """Memory and what to tell of it, or why there is none."""
+    """Memory and what to tell of it, or why there is none: the others wait to be told, whatever it is."""
     memory = None
     try:
         machine_of(device)
         memory = PeerMemory(device, num_bytes)
         return memory, memory.told(), ""
-    except (BuildError, DeviceError) as error:
-        if memory is not None:
-            memory.close()
-        return None, b"", str(error)
+    except FAILURES as error:
+        with suppress(*FAILURES):
+            if memory is not None:
+                memory.close()
+        return None, b"", _reason(error)
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _tried(peers: Peers, group: RankGroup, device: torch.device) -> str:
+    """What is wrong with exchanges whose results are known, in every inbox; empty if nothing is."""
+    try:
+        right = _adds_up(peers.exchange, group, device) and _gathers(peers.exchange, group, device)
+    except FAILURES as error:
+        return _reason(error)
+    late = peers.late_rank
+    if late is not None:
+        return f"nothing came from rank {late} within {TRIAL_S:g} s in their first sums"
+    return "" if right else "their first sums came out wrong"
 
 
 def _adds_up(exchange: PeerExchange, group: RankGroup, device: torch.device) -> bool:
-    """Whether sums of whole numbers, which are exact, are what they must be, in every inbox."""
+    """Whether sums of small whole numbers, which are exact, are what they must be."""
     right, sizes = True, exchange.sizes
     most = (sizes.packets * PACKET_FLOATS, sizes.floats)
     for count in (*TRIALS, *most, sizes.floats - CHUNK_FLOATS - 1, *most):
-        numbers = torch.arange(count, dtype=torch.float32, device=device)
+        numbers = _numbers(count, device)
         own = numbers + group.rank
         exchange.add_up(own)
         wanted = numbers * group.world_size + group.world_size * (group.world_size - 1) // 2
         right = right and torch.equal(own, wanted)
     return right
+
+
+def _gathers(exchange: PeerExchange, group: RankGroup, device: torch.device) -> bool:
+    """Whether columns stand side by side, those of odd widths too; twice, for there are two inboxes from each rank."""
+    right, world = True, group.world_size
+    for rows, widths in ((3, [5 + rank for rank in range(world)]), (1, [CHUNK_FLOATS + 4] * world)):
+        for _ in range(2):
+            columns = [_numbers(rows * width, device).view(rows, width) + rank for rank, width in enumerate(widths)]
+            out = torch.empty(rows, sum(widths), device=device)
+            exchange.gather(columns[group.rank], widths, out)
+            right = right and torch.equal(out, torch.cat(columns, 1))
+    return right
+
+
+def _numbers(count: int, device: torch.device) -> torch.Tensor:
+    """0, 1, 2 ... of which no two that are near are the same."""
+    return torch.arange(count, dtype=torch.int32, device=device).remainder_(REPEATED).float()

@@ -44,7 +44,7 @@ class PeerMemory:
                 self._host = self._asked(driver.cuMemHostAlloc(_HOST_BYTES, flags), "memory of the host")
                 self.over_address = int(self._asked(driver.cuMemHostGetDevicePointer(self._host, 0), "host memory"))
                 torch.cuda.synchronize(device)
-        except DeviceError:
+        except BaseException:
             self.close()
             raise
         self._over = ctypes.c_uint32.from_address(int(self._host))

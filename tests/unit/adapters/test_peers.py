@@ -10,8 +10,10 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,6 +32,8 @@ from deepseek_tgi.errors import DeviceError, GenerationError
 from deepseek_tgi.kernels import peer_sizes
 from deepseek_tgi.kernels.compiler import BuildError
 from deepseek_tgi.kernels.cuda.machine import Machine
+from deepseek_tgi.kernels.cuda.peer_memory import PeerMemory
+from deepseek_tgi.kernels.peer_exchange import PeerExchange
 from deepseek_tgi.kernels.peer_sizes import PeerSizes
 
 CPU = torch.device("cpu")
@@ -42,6 +46,8 @@ class FileMemory:
     def __init__(self, folder: Path, rank: int, fault: str, device: torch.device, num_bytes: int) -> None:
         if fault == "none to lend":
             raise DeviceError("cpu: the driver gives no memory")
+        if fault == "torch fails":
+            raise RuntimeError("CUDA error: out of memory")
         self._path = folder / f"rank {rank}"
         with self._path.open("wb") as file:
             file.truncate(num_bytes)
@@ -89,7 +95,23 @@ def connected(folder: Path, port: int, faults: Sequence[str], rank: int) -> tupl
     machine = Machine(EmulatedPrograms(), 1, 90)
     no_compiler = BuildError("CUDA C++ cannot be compiled here")
     machine_of = mock.Mock(side_effect=no_compiler) if faults[rank] == "no compiler" else lambda device: machine
+    adds_up, gathers = peers._adds_up, peers._gathers
+
+    def tried(*args: Any) -> bool:
+        time.sleep(3.0 if faults[rank] == "comes late" else 0.0)
+        if faults[rank] == "torch fails in a sum":
+            raise RuntimeError("CUDA error: out of memory\nmore")
+        return adds_up(*args)
+
+    def gathered(exchange: PeerExchange, *args: Any) -> bool:
+        true = exchange.gather
+        wrong = mock.patch.object(exchange, "gather", lambda own, widths, out: (true(own, widths, out), out.zero_()))
+        with wrong if faults[rank] == "wrong columns" else nullcontext():
+            return gathers(exchange, *args)
+
     with (
+        mock.patch.object(peers, "_adds_up", tried),
+        mock.patch.object(peers, "_gathers", gathered),
         mock.patch.object(peers, "machine_of", machine_of),
         mock.patch.object(peers, "PeerMemory", partial(FileMemory, folder, rank, faults[rank])),
         mock.patch.object(peers, "TRIAL_S", 1.0),
@@ -128,12 +150,13 @@ def test_ranks_add_up_through_memory_that_they_lend_each_other(tmp_path: Path, w
     [
         ("no compiler", "CUDA C++ cannot be compiled here", "rank 1 has no memory for it"),
         ("none to lend", "cpu: the driver gives no memory", "rank 1 has no memory for it"),
+        ("torch fails", "CUDA error: out of memory", "rank 1 has no memory for it"),
         (
             "no way",
             "cpu: the driver gives no way to the memory of rank 0",
             "another rank does not reach the memory of all",
         ),
-        ("lost writes", "their first sums came out wrong", "their first sums came out wrong"),
+        ("wrong columns", "their first sums came out wrong", "another rank's first sums came out wrong"),
     ],
 )
 def test_what_one_rank_cannot_none_does_and_each_says_why(tmp_path: Path, fault: str, own: str, others: str) -> None:
@@ -141,6 +164,40 @@ def test_what_one_rank_cannot_none_does_and_each_says_why(tmp_path: Path, fault:
     start = "ranks exchange through NCCL alone, which is slower for few tokens: "
     assert found == [(None, [start + others]), (None, [start + own])]
     assert not list(tmp_path.iterdir()), "all was given back"
+
+
+@pytest.mark.parametrize("fault", ["comes late", "lost writes", "torch fails in a sum"])
+def test_a_rank_of_which_nothing_comes_in_the_first_sums_is_named(tmp_path: Path, fault: str) -> None:
+    """And no sum is said to be wrong; an error of its own is the reason on the rank that has it."""
+    (first, said), (second, own) = on_processes(2, partial(connected, tmp_path, unused_port(), ["", fault]))
+    assert (first, second) == (None, None)
+    start = "ranks exchange through NCCL alone, which is slower for few tokens: "
+    assert said == [f"{start}nothing came from rank 1 within 1 s in their first sums"]
+    if fault == "torch fails in a sum":
+        assert own == [f"{start}CUDA error: out of memory"]
+    assert not list(tmp_path.iterdir()), "all was given back"
+
+
+@pytest.mark.parametrize("world", range(2, 9))
+def test_numbers_that_are_tried_add_up_exactly(world: int) -> None:
+    count = 1 << 25  # of the longest sums, and more than there are whole numbers in float32
+    numbers = peers._numbers(count, CPU)
+    assert int(numbers.max()) * world + world * (world - 1) // 2 < 1 << 24
+    assert torch.equal(numbers.int(), torch.arange(count, dtype=torch.int32) % int(numbers.max() + 1))
+
+
+def test_memory_that_was_begun_is_given_back_whatever_fails() -> None:
+    driver = mock.MagicMock()
+    driver.cuMemAlloc.return_value = (0, 77)
+    driver.cuMemsetD8.side_effect = RuntimeError("CUDA error: unknown")
+    with (
+        mock.patch.dict(sys.modules, {"cuda": mock.Mock(), "cuda.bindings": mock.Mock(driver=driver)}),
+        mock.patch.object(torch.cuda, "device"),
+        mock.patch.object(torch, "zeros"),
+        pytest.raises(RuntimeError, match="unknown"),
+    ):
+        PeerMemory(CPU, 5)
+    driver.cuMemFree.assert_called_once_with(77)
 
 
 def test_ranks_of_several_machines_or_too_many_do_not_try() -> None:
