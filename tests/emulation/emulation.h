@@ -90,12 +90,18 @@ struct Fiber {
   std::vector<Copy> open;
 };
 
+// A barrier with a number.
+struct Gate {
+  int arrived = 0, generation = 0;
+};
+
 struct Block {
   std::vector<Fiber> fibers;
   std::vector<Collective> warps;
   std::vector<int> live_in_warp;
   int live = 0, at_barrier = 0, barrier_generation = 0;
   int at_group[8] = {}, group_generation[8] = {};
+  Gate gates[16];
   dim3 at;
   unsigned char* memory = nullptr;
   void* scheduler = nullptr;
@@ -301,6 +307,20 @@ static inline void block_sync() {
   } else {
     while (block->barrier_generation == generation) yield();
   }
+}
+static inline int gate_arrive(int number, int threads) {
+  auto& gate = emulation::block->gates[number];
+  int generation = gate.generation;
+  if (++gate.arrived == threads) {
+    gate.arrived = 0;
+    gate.generation++;
+    emulation::cluster.progress++;
+  }
+  return generation;
+}
+static inline void gate_wait(int number, int threads) {
+  int generation = gate_arrive(number, threads);
+  while (emulation::block->gates[number].generation == generation) emulation::yield();
 }
 static inline void warp_sync() {
   static const char kind = 0;

@@ -24,25 +24,6 @@ static inline void more_registers() {}
 template <int count>
 static inline void fewer_registers() {}
 
-struct Gate {
-  int arrived = 0, generation = 0;
-};
-static Gate gates[16];
-static inline int gate_arrive(int number, int threads) {
-  Gate& gate = gates[number];
-  int generation = gate.generation;
-  if (++gate.arrived == threads) {
-    gate.arrived = 0;
-    gate.generation++;
-    emulation::cluster.progress++;
-  }
-  return generation;
-}
-static inline void gate_wait(int number, int threads) {
-  int generation = gate_arrive(number, threads);
-  while (gates[number].generation == generation) emulation::yield();
-}
-
 // Element `column` of line `line` of a table.
 template <bool half>
 static inline float matrix_element(u32 table, int line, int column) {

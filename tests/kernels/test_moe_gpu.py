@@ -62,8 +62,8 @@ def added(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, everyone: l
     return out
 
 
-# Either side of each switch of tiles: 4 tokens, 7 and 17 pairs an expert, the most that are computed together.
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 33, 74, 75, 181, 182, 2048, 2053])
+# Either side of each switch of tiles: 32 tokens, 7 and 17 pairs an expert, the most that are computed together.
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9, 16, 32, 33, 74, 75, 181, 182, 2048, 2053])
 def test_experts(layer: tuple[CudaExperts, list[Expert]], tokens: int) -> None:
     experts, everyone = layer
     assert experts.dense is None
@@ -90,10 +90,10 @@ def test_experts(layer: tuple[CudaExperts, list[Expert]], tokens: int) -> None:
     assert torch.equal(first, again), "a graph's replay differs"
 
 
+@pytest.mark.parametrize("tokens", [9, 31, 32, 130])
 @pytest.mark.parametrize("skew", ["one expert", "none shared"])
-def test_experts_that_all_tokens_choose(layer: tuple[CudaExperts, list[Expert]], skew: str) -> None:
+def test_experts_that_all_tokens_choose(layer: tuple[CudaExperts, list[Expert]], skew: str, tokens: int) -> None:
     experts, everyone = layer
-    tokens = 130
     x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
     ids = torch.arange(TOP, device="cuda").repeat(tokens, 1)
     if skew == "none shared":
@@ -104,6 +104,22 @@ def test_experts_that_all_tokens_choose(layer: tuple[CudaExperts, list[Expert]],
     CudaMoe(machine_of(torch.device("cuda:0")))(x, ids, weights, experts, out)
     wanted = added(x, ids, weights, everyone)
     assert (out - wanted).norm() < 2**-8 * wanted.norm()
+
+
+def test_few_tokens_whose_experts_have_more_than_a_group_of_them(layer: tuple[CudaExperts, list[Expert]]) -> None:
+    """All blocks must agree on which of an expert's tokens stand together."""
+    experts, everyone = layer
+    x = torch.randn(32, HIDDEN, device="cuda").bfloat16()
+    weights = torch.rand(32, TOP, device="cuda")
+    for _ in range(10):
+        ids = (torch.rand(32, EXPERTS, device="cuda") + torch.arange(EXPERTS, device="cuda") / 80).argsort(1)[:, :TOP]
+        ids = ids.int().contiguous()
+        assert ids.flatten().bincount().max() > 8
+        scratch = torch.full((experts.scratch_floats(32, TOP),), float("nan"), device="cuda")
+        out = torch.zeros(32, HIDDEN, device="cuda")
+        CudaMoe(machine_of(torch.device("cuda:0")))(x, ids, weights, experts, out, scratch=scratch)
+        wanted = added(x, ids, weights, everyone)
+        assert (out - wanted).norm() < 2**-8 * wanted.norm()
 
 
 GATES = {

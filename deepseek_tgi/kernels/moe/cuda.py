@@ -25,7 +25,7 @@ from deepseek_tgi.kernels.moe import PackedExperts, check_moe
 from deepseek_tgi.kernels.moe import cuda_experts as packed
 from deepseek_tgi.kernels.moe.cuda_experts import CudaExperts, Cuts, most_groups
 from deepseek_tgi.kernels.moe.layer import LayerKernels, Step
-from deepseek_tgi.kernels.moe.shape import LayerShape, OneWay
+from deepseek_tgi.kernels.moe.shape import LayerShape, OneWay, StreamWay
 from deepseek_tgi.kernels.moe.tiles import hold_int4
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class CudaMoe:
         way = kernels.shape.way(len(step.x), self._machine)
         if isinstance(way, OneWay):
             kernels.run_one(step, experts.gate_up, experts.down, parts.gated, way)
+        elif isinstance(way, StreamWay):
+            kernels.run_stream(step, experts.gate_up, experts.down, parts, way)
         else:
             how = way, most_groups(experts, len(step.x), step.ids.shape[1], way.rows)
             kernels.run_many(step, experts.gate_up, experts.down, parts, how)

@@ -9,7 +9,7 @@ import torch
 from deepseek_tgi.kernels.cuda.machine import Machine
 from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec
 from deepseek_tgi.kernels.moe.cuda_experts import Parts
-from deepseek_tgi.kernels.moe.shape import LayerShape, OneWay, PanelWay, SortedWay
+from deepseek_tgi.kernels.moe.shape import LayerShape, OneWay, PanelWay, SortedWay, StreamWay
 from deepseek_tgi.kernels.moe.tiles import TILE, TiledInt4
 
 
@@ -42,6 +42,19 @@ class LayerKernels:
         first((blocks, 1, 1), threads, (step.x, gate_up.codes, gate_up.metas, step.ids, gated), overlap=True)
         made = (gated, down.codes, down.metas, step.ids, step.weights, step.out)
         second((-(-self.shape.hidden // TILE), 1, 1), threads, made, overlap=True)
+
+    def run_stream(self, step: Step, gate_up: TiledInt4, down: TiledInt4, parts: Parts, way: StreamWay) -> None:
+        """A few tokens: three launches."""
+        blocks, threads = self._machine.multiprocessors, way.warps * 32
+        first, second = (self._kernel(wanted) for wanted in self.shape.stream_specs(way, blocks))
+        for kernel, given, weight, made in (
+            (first, step.x, gate_up, parts.gated),
+            (second, parts.gated, down, parts.products),
+        ):
+            kernel(
+                (blocks, 1, 1), threads, (given, weight.codes, weight.metas, step.ids, made, len(step.x)), overlap=True
+            )
+        self._combine(step, parts.products)
 
     def run_many(
         self, step: Step, gate_up: TiledInt4, down: TiledInt4, parts: Parts, how: tuple[SortedWay | PanelWay, int]

@@ -5,6 +5,7 @@ The figures of a way were chosen by measuring layers of DeepSeek-V2-Lite on an H
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from deepseek_tgi.kernels.cuda.machine import Machine
@@ -16,6 +17,8 @@ _PAD = 8
 """Elements between rows, as `sources/moe.cu` has them."""
 _STAGES = 3
 """Units of passing rows in shared memory, likewise."""
+_ROWS = 8
+"""Pairs of an expert that a few tokens' kernels multiply together."""
 _SORTED = "ppppppp"
 _WARPGROUPS = 90
 """The only capability that has their instructions."""
@@ -30,6 +33,22 @@ class OneWay:
 
     warps: int
     depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWay:
+    """Of a few tokens: a block a multiprocessor, `warps` each, `split` of which share an item.
+
+    `depth` units of up to `unit` stages of weights under way, of each warp; `beside` blocks fit on a multiprocessor. At
+    `most` so many tokens.
+    """
+
+    warps: int
+    split: int
+    depth: int
+    unit: int
+    beside: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +77,10 @@ class PanelWay:
     rows: int = 128
 
 
-Way = OneWay | SortedWay | PanelWay
+Way = OneWay | StreamWay | SortedWay | PanelWay
 
 ONE = OneWay(16, 2)
+STREAM = StreamWay(16, 4, 2, 2, 1, 32)
 _MOST_PAIRS = 12
 """Of tiles that a block has, whose sums are in registers."""
 FEW = SortedWay(8, warps=8, wide=False)
@@ -103,6 +123,8 @@ class LayerShape:
         """How so many tokens are computed on a device."""
         if num_tokens == 1 and self._fits_one(machine):
             return ONE
+        if _FEW_TOKENS <= num_tokens <= STREAM.most and self._fits_stream(machine):
+            return STREAM
         expected = num_tokens * self.top_k / self.experts
         if machine.capability == _WARPGROUPS and expected > _PANELS_FROM:
             return PANEL
@@ -127,6 +149,29 @@ class LayerShape:
         units = (self.top_k + self.pieces) * (self.inner // self.unit)
         lines = -(-units // way.warps) * way.warps * self.unit * 2
         return way.warps * way.depth * 2 * self._tile_bytes, units * self._tile_bytes + lines
+
+    def stream_specs(self, way: StreamWay, multiprocessors: int) -> tuple[KernelSpec, KernelSpec]:
+        """Both kernels of a few tokens."""
+        macros = {
+            "WARPS": way.warps, "SPLIT": way.split, "DEPTH": way.depth, "UNIT": self._stages(way), "MOST": way.most,
+            "BLOCKS": multiprocessors, "BESIDE": way.beside, **self.macros(),
+        }  # fmt: skip
+        shared = self._stream_bytes(way)
+        first = spec("moe_few", "moe_gate_up_few", "pppppi", shared, **macros)
+        second = spec("moe_few", "moe_down_few", "pppppi", shared, **macros)
+        return replace(first, beside=True), replace(second, beside=True)
+
+    def _fits_stream(self, machine: Machine) -> bool:
+        """Whether both kernels of a few tokens find their memory on a device."""
+        return self._stream_bytes(STREAM) <= _SHARED_BYTES.get(machine.capability, _LEAST_SHARED_BYTES)
+
+    def _stream_bytes(self, way: StreamWay) -> int:
+        slot = 2 * self._tile_bytes + _ROWS * self.unit * 2
+        return way.warps * way.depth * self._stages(way) * slot + 2 * way.warps * 2 * 128 * 4
+
+    def _stages(self, way: StreamWay) -> int:
+        """Of a unit: a divisor of both products' stages."""
+        return math.gcd(way.unit, padded(self.hidden, self.unit) // self.unit, self.inner // self.unit)
 
     def product(self, name: str, way: SortedWay | PanelWay) -> tuple[KernelSpec, int, int]:
         """`moe_gate_up` or `moe_down` over sorted tokens: the kernel, its threads, and the outputs of a block."""

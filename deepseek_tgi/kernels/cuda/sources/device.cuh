@@ -45,6 +45,11 @@ struct __align__(8) words2 {
 DEVICE int lane_id() { return threadIdx.x & 31; }
 DEVICE void block_sync() { __syncthreads(); }
 DEVICE void warp_sync() { __syncwarp(); }
+// A barrier of its own number (from 1 on) for `threads`; who arrives only does not wait.
+DEVICE void gate_wait(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+DEVICE void gate_arrive(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
 DEVICE u8* dynamic_shared() {
   extern __shared__ __align__(1024) u8 dynamic_shared_memory[];
   return dynamic_shared_memory;

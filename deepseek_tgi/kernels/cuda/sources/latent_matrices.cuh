@@ -34,11 +34,6 @@ DEVICE void matrices_wait() {
 // What this thread wrote to shared memory is seen by matrix instructions after the next barrier.
 DEVICE void show_to_matrices() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A barrier of its own number for `threads`; who arrives only does not wait.
-DEVICE void gate_wait(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
-DEVICE void gate_arrive(int number, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
 template <int count>
 DEVICE void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
