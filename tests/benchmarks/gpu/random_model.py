@@ -135,8 +135,11 @@ def _entries(folder: Path) -> Iterable[tuple[str, TensorEntry]]:
 
 
 def _drawn(name: str, entry: TensorEntry, device: torch.device) -> torch.Tensor:
-    """Codes and zeros over their whole range; weights of about 0.02; norms of 1; biases of keys far larger than what
-    keys vary by, as the checkpoints of this family have them. The same for every rank that asks.
+    """Codes and zeros over their whole range, norms of 1, the same for every rank that asks.
+
+    A token's embedding is large beside what layers add to it: tokens stay unlike each other, and routers choose evenly,
+    as trained ones are balanced to (layers that add much make all tokens alike, and 10 of 64 experts serve 16 of them).
+    Biases of keys are far larger than what keys vary by, as the checkpoints of that family have them.
     """
     if "norm" in name:
         return torch.ones(entry.shape, dtype=entry.dtype, device=device)
@@ -144,6 +147,6 @@ def _drawn(name: str, entry: TensorEntry, device: torch.device) -> torch.Tensor:
     if entry.dtype == torch.int32:
         return torch.randint(-(2**31), 2**31 - 1, entry.shape, dtype=torch.int32, device=device, generator=source)
     if name.endswith("scales"):
-        return torch.rand(entry.shape, device=device, generator=source).mul_(0.002).add_(0.002).to(entry.dtype)
-    size = 5.0 if name.endswith("k_proj.bias") else 0.02
+        return torch.rand(entry.shape, device=device, generator=source).mul_(2e-4).add_(2e-4).to(entry.dtype)
+    size = 1.0 if name.endswith(("k_proj.bias", "embed_tokens.weight")) else 0.02
     return torch.randn(entry.shape, device=device, generator=source).mul_(size).to(entry.dtype)
