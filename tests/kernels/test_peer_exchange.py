@@ -24,8 +24,8 @@ from deepseek_tgi.kernels.peer_sizes import CHUNK_FLOATS, MAX_RANKS, PACKET_FLOA
 
 CPU = torch.device("cpu")
 PIECE = 1 << 18
-EACH_BYTES = 16 << 20
-"""Of the shared file, for each rank."""
+EACH_BYTES = 160 << 20
+"""Of the shared file, for each rank; what nobody writes to takes no room."""
 
 
 class EmulatedRank:
@@ -33,6 +33,7 @@ class EmulatedRank:
 
     def __init__(self, path: Path, world: int, rank: int, timeout_s: float = 60.0) -> None:
         self.sizes = PeerSizes(world)
+        assert self.sizes.num_bytes <= EACH_BYTES
         with path.open("r+b") as file:
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
         start = self._memory.data_ptr()
@@ -144,7 +145,7 @@ def gathered(path: Path, world: int, floats: int, rank: int) -> list[torch.Tenso
     return results
 
 
-@pytest.mark.parametrize(("world", "chunks"), [(2, 1), (2, 256), (3, 2)])
+@pytest.mark.parametrize(("world", "chunks"), [(2, 1), (2, 256), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_columns_stand_side_by_side_in_rank_order(tmp_path: Path, world: int, chunks: int) -> None:
     """In one piece and in several, of which a rank with few columns has fewer."""
     results = on_processes(world, partial(gathered, lent(tmp_path, world), world, chunks * CHUNK_FLOATS))

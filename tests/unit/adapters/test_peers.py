@@ -134,7 +134,7 @@ def connected(folder: Path, port: int, faults: Sequence[str], rank: int) -> tupl
     return sums, said
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_add_up_through_memory_that_they_lend_each_other(tmp_path: Path, world: int) -> None:
     found = on_processes(world, partial(connected, tmp_path, unused_port(), [""] * world))
     each = world * (world + 1) // 2
