@@ -8,14 +8,7 @@ keys. UPCAST is for the interpreter, which multiplies bfloat16 wrongly.
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _product(a, b, UPCAST: tl.constexpr):
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
-    return tl.dot(a, b)
+from deepseek_tgi.kernels.paged_attention.tile_kernel import LOG2_E, product
 
 
 @triton.jit
@@ -40,8 +33,8 @@ def _piece(
     at = n + tl.arange(0, BN)
     seen = at < length
     lines = at.to(tl.int64) * stride
-    scores = _product(rest, tl.trans(_read(own, lines, seen, DN, PN, MASKED)), UPCAST)
-    scores += _product(rotary, tl.trans(_read(rope, at * DR, seen, DR, PR, MASKED)), UPCAST)
+    scores = product(rest, tl.trans(_read(own, lines, seen, DN, PN, MASKED)), UPCAST)
+    scores += product(rotary, tl.trans(_read(rope, at * DR, seen, DR, PR, MASKED)), UPCAST)
     scores *= grow
     if MASKED:
         scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
@@ -50,7 +43,7 @@ def _piece(
     factor = tl.exp2(most - now)
     total = total * factor + tl.sum(weights, 1)
     values = _read(own + DN, lines, seen, DV, PV, MASKED)
-    sums = sums * factor[:, None] + _product(weights.to(tl.bfloat16), values, UPCAST)
+    sums = sums * factor[:, None] + product(weights.to(tl.bfloat16), values, UPCAST)
     return now, total, sums
 
 

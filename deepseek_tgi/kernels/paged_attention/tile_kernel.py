@@ -82,7 +82,8 @@ def _params(scales, page, place, seen, page_bytes, MODE: tl.constexpr):
 
 
 @triton.jit
-def _product(a, b, UPCAST: tl.constexpr):
+def product(a, b, UPCAST: tl.constexpr):
+    """`a b` of 16-bit operands in float32."""
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b)
@@ -147,7 +148,7 @@ def paged_tile(
             x = x / largest[:, None]
             grow *= largest
         if MODE == 4:
-            x = _product(x.to(tl.bfloat16), _hadamard(SIZE_K, PK), UPCAST) * TURN_K
+            x = product(x.to(tl.bfloat16), _hadamard(SIZE_K, PK), UPCAST) * TURN_K
         x = x.to(compute)
         x_sum = tl.sum(x.to(tl.float32), 1)
 
@@ -177,10 +178,10 @@ def paged_tile(
             page = tl.load(tables + tl.cast(request, tl.int64) * columns + at // BLOCK, mask=seen, other=0).to(tl.int64)
             place = group * BLOCK + at % BLOCK
             keys = _rows(k, k_scale, page, place, seen, page_bytes, MODE, DK, PK, GROUP_K)
-            scores = _product(x, tl.trans(keys), UPCAST)
+            scores = product(x, tl.trans(keys), UPCAST)
             if REST:
                 rest = _rows(k_rest, k_scale, page, place, seen, page_bytes, MODE, DK, PK, GROUP_K)
-                scores += _product(x, tl.trans(rest), UPCAST)
+                scores += product(x, tl.trans(rest), UPCAST)
             if MODE == 2 or MODE == 3:
                 size, zero = _params(k_scale, page, place, seen, page_bytes, MODE)
                 scores *= size[None, :]
@@ -211,7 +212,7 @@ def paged_tile(
                 if MODE == 2:
                     aside = aside * factor + tl.sum(weights * zero[None, :], 1)
                 weights *= size[None, :]
-            sums = sums * factor[:, None] + _product(weights.to(compute), values, UPCAST)
+            sums = sums * factor[:, None] + product(weights.to(compute), values, UPCAST)
         if MODE == 2:
             sums += aside[:, None]
         sums /= total[:, None]
@@ -219,7 +220,7 @@ def paged_tile(
             high = sums.to(tl.bfloat16)
             low = (sums - high.to(tl.float32)).to(tl.bfloat16)
             turn_back = _hadamard(SIZE_V, PV)
-            sums = (_product(high, turn_back, UPCAST) + _product(low, turn_back, UPCAST)) * TURN_V
+            sums = (product(high, turn_back, UPCAST) + product(low, turn_back, UPCAST)) * TURN_V
         e = tl.arange(0, PV)
         to = out + ((start + token).to(tl.int64) * heads + head)[:, None] * DV + e[None, :]
         tl.store(to, sums.to(out.dtype.element_ty), mask=real[:, None] & (e < DV)[None, :])
@@ -250,7 +251,7 @@ def _plain(
     """Vectors `[BN, P] float32` as they were before they were stored; keys without their centre."""
     x = _rows(store, scales, page, place, seen, page_bytes, MODE, D, P, GROUP)
     if MODE == 4:
-        return _product(x, _hadamard(SIZE, P), UPCAST) * TURN
+        return product(x, _hadamard(SIZE, P), UPCAST) * TURN
     size, zero = _params(scales, page, place, seen, page_bytes, MODE)
     return x.to(tl.float32) * size[:, None] + zero[:, None]
 
