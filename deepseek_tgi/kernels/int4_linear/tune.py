@@ -189,26 +189,32 @@ def copies_of(w: CudaInt4) -> list[CudaInt4]:
     return [w, *(CudaInt4(w.codes.clone(), w.metas.clone(), shape, w.scale_kind) for _ in range(count - 1))]
 
 
-def graph_times(rivals: Sequence[Sequence[Callable[[], None]]]) -> list[float]:
-    """For each list microseconds of a call inside a CUDA graph of all of them; the graphs' replays alternate."""
+def graph_times(rivals: Sequence[Sequence[Callable[[], object]]], replays: int = _REPLAYS) -> list[float]:
+    """For each list microseconds of a call inside a CUDA graph of all of them: the median over replays.
+
+    These alternate, for a GPU that has just worked hard is slower for all.
+    """
     graphs = [_recorded(calls) for calls in rivals]
     times: list[list[float]] = [[] for _ in rivals]
-    for _ in range(_REPLAYS):
+    for _ in range(replays):
         for graph, calls, own in zip(graphs, rivals, times, strict=True):
             start, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
             start.record()
             graph.replay()
             end.record()
             torch.cuda.synchronize()
-            own.append(float(start.elapsed_time(end)) * 1000 / len(calls))
+            own.append(float(start.elapsed_time(end)) * 1e3 / len(calls))
     return [statistics.median(own) for own in times]
 
 
-def _recorded(calls: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
-    calls[0]()
+def _recorded(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """All calls in one graph, replayed once."""
+    for call in calls:
+        call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for each in calls:
-            each()
+        for call in calls:
+            call()
+    graph.replay()
     return graph

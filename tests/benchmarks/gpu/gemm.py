@@ -25,8 +25,8 @@ from deepseek_tgi.kernels.int4_linear import dequantised, layout
 from deepseek_tgi.kernels.int4_linear.choice import Choice, Chooser, tables_for
 from deepseek_tgi.kernels.int4_linear.cuda import Int4Ops
 from deepseek_tgi.kernels.int4_linear.layout import CudaInt4
-from deepseek_tgi.kernels.int4_linear.tune import spec_of
-from tests.benchmarks.gpu.timing import graph_us, side_by_side
+from deepseek_tgi.kernels.int4_linear.tune import graph_times, spec_of
+from tests.benchmarks.gpu.timing import REPLAYS, graph_us
 from tests.benchmarks.measure import circumstances
 
 WEIGHTS = {
@@ -130,12 +130,13 @@ def measured(ops: Int4Ops, name: str, all_rows: Sequence[int], ceilings: dict[st
         error = float((out[some].double() - expected).norm() / expected.norm())
         assert error < MAX_ERROR, f"{name}, {m} rows: wrong by {error:.1e}"
         calls = max(1, min(len(copies), 4096 // m))
-        us, dequantise, cublas = side_by_side(
+        us, dequantise, cublas = graph_times(
             [
                 [partial(ops.int4_linear, x, w, out=out) for w in copies[:calls]],
                 [partial(dequantise_first, ops.machine, x, w, out) for w in copies[: min(calls, 4)]],
                 [partial(torch.mm, x, w.t(), out=out) for w in dense[: max(2, calls)]],
-            ]
+            ],
+            REPLAYS,
         )
         peer = PEERS_US.get((name, m))
         rows.append(

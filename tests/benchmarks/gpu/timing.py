@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 
+from deepseek_tgi.kernels.int4_linear.tune import graph_times
 
-def graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
+REPLAYS = 15
+
+
+def graph_us(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> float:
     """Microseconds of one of `calls`, which run one after the other in one graph: the median over replays.
 
     Calls should differ in the memory they touch, so that the L2 cache holds nothing for them.
     """
-    return side_by_side([calls], replays)[0]
-
-
-def side_by_side(rivals: Sequence[Sequence[Callable[[], object]]], replays: int = 15) -> list[float]:
-    """`graph_us` of each of `rivals`, whose replays alternate: a GPU that has just worked hard is slower for all."""
-    graphs = [_recorded(calls) for calls in rivals]
-    times: list[list[float]] = [[] for _ in rivals]
-    for _ in range(replays):
-        for graph, calls, own in zip(graphs, rivals, times, strict=True):
-            start, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            own.append(float(start.elapsed_time(end)) * 1e3 / len(calls))
-    return [statistics.median(own) for own in times]
-
-
-def _recorded(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """All calls in one graph, replayed once."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    return graph
+    return graph_times([calls], replays)[0]
 
 
 def copy_bytes_per_s() -> float:
