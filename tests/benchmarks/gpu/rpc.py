@@ -22,7 +22,10 @@ PREFILL_TOKENS = 8192
 def through_rpcs(
     model: Path, cache: str, args: argparse.Namespace, bare: Mapping[tuple[int, int], float]
 ) -> Iterator[dict[str, Any]]:
-    """Serve `model` and decode the smaller batches at the shortest context; `bare` are steps without a shard."""
+    """Serve `model` and decode the smaller batches at the shortest context.
+
+    `bare` are steps without a shard, each launched before the last one's tokens are read, as the shard does it.
+    """
     sys.path.append(str(TESTS))
     from shard_client import ShardClient, ShardProcess, serve_argv, serve_environment
 

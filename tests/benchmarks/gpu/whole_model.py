@@ -103,8 +103,8 @@ def measured(shape: Shape, cache: str, bandwidth: float, args: argparse.Namespac
             for context in args.contexts:
                 if run.fits(batch * (context + 64)):
                     row = attempted("decode", partial(decode_row, run, batch, context, bandwidth))
-                    if "wall_s" in row:
-                        decoded[batch, context] = row["wall_s"]
+                    if "ahead_s" in row:
+                        decoded[batch, context] = row["ahead_s"]
                     yield row
         for tokens in args.prompts:
             yield attempted("prefill", partial(prefill_row, run, tokens))
@@ -175,9 +175,12 @@ def decode_row(run: Run, batch: int, context: int, bandwidth: float) -> dict[str
 def prefill_row(run: Run, tokens: int) -> dict[str, Any]:
     """A prompt of `tokens` in one step, nothing cached before it."""
     pool, inputs = prompt_inputs(run, tokens)
-    run.adapter.step(inputs, pool)
-    repeats = REPEATS if tokens <= 4096 else 2
-    wall = [_wall_seconds(lambda: run.adapter.step(inputs, pool).argmax(-1).tolist(), 1) for _ in range(repeats)]
+
+    def read_back() -> object:
+        return run.adapter.step(inputs, pool).argmax(-1).tolist()
+
+    read_back()  # to its end: what is still under way would count as the first repeat's
+    wall = [_wall_seconds(read_back, 1) for _ in range(REPEATS if tokens <= 4096 else 3)]
     middle = statistics.median(wall)
     pool.close()
     _forget()
