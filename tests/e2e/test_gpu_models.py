@@ -27,8 +27,10 @@ pytestmark = pytest.mark.gpu
 
 FAMILIES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
 CACHES = ("bfloat16", "int8", "fp8_e4m3fn", "int4")
-CPU = LoadOptions(device="cpu", dtype="float32", kv_cache_dtype="float32", kernels="torch")
-GPU = LoadOptions(device="cuda")
+THREADS = 2
+"""Files are run side by side: each with all cores for its tiny models would starve the others."""
+CPU = LoadOptions(device="cpu", dtype="float32", kv_cache_dtype="float32", kernels="torch", num_threads=THREADS)
+GPU = LoadOptions(device="cuda", num_threads=THREADS)
 TOLERANCE = 3e-2
 """Of the largest logit: what rounding activations to bfloat16 does in these models, as the backend's own ABI allows."""
 QUANTISED_TOLERANCE = 0.15
