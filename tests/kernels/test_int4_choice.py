@@ -26,6 +26,14 @@ def weight(n: int = 64, k: int = 512, group_size: int = 128) -> layout.CudaInt4:
     return layout.pack(codes, zeros, scales, group_size)
 
 
+def on_meta(size: tuple[int, int, int]) -> layout.CudaInt4:
+    """A weight of some size, without its memory."""
+    n, k, group = size
+    tiles = -(-n // 64) * 4
+    metas = torch.empty(tiles, k // group, 8, 2, 1, dtype=torch.int32, device="meta")
+    return layout.CudaInt4(torch.empty(tiles, k // 64, 32, 4, device="meta"), metas, size, 1)
+
+
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     weights: dict[str, dict[int, choice.Choice]] = {"64x512g128": {1: FEW, 64: MANY, 256: WideShape(), 4096: None}}
     write_table(tmp_path / "t.json", weights, {"gpu": "one"})
@@ -100,20 +108,34 @@ def test_a_weight_nobody_measured_is_said_once(caplog: pytest.LogCaptureFixture)
     "size", [(28672, 4096, 128), (4096, 14336, 128), (4608, 3584, 128), (64, 64, 32), (16, 128, 128)], ids=str
 )
 def test_the_rule_finds_a_shape_for_few_rows_that_fits(size: tuple[int, int, int], rows: int) -> None:
-    n, k, group = size
-    tiles = -(-n // 64) * 4
-    metas = torch.empty(tiles, k // group, 8, 2, 1, dtype=torch.int32, device="meta")
-    packed = layout.CudaInt4(torch.empty(tiles, k // 64, 32, 4, device="meta"), metas, size, 1)
-    tried = stream.candidates(packed, rows, 132)
+    packed = on_meta(size)
+    tried = stream.candidates(packed, rows, 132, 90)
     assert all(stream.fits(shape, rows, packed, 90) for shape in tried)
     assert tried
+
+
+MOST_SHARED = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes of a block by capability: CUDA programming guide, technical specifications."""
+
+
+@pytest.mark.parametrize("capability", MOST_SHARED, ids=lambda c: f"sm_{c}")
+@pytest.mark.parametrize("size", [(6144, 4096, 128), (4096, 14336, 128), (37888, 3584, 128), (3648, 2048, 64)], ids=str)
+def test_no_kernel_is_chosen_that_the_gpu_has_no_shared_memory_for(size: tuple[int, int, int], capability: int) -> None:
+    packed = on_meta(size)
+    for rows in (1, 2, 4, 8, 9, 16, 32):
+        shape = Chooser((), 58, capability).choice(packed, rows)
+        if rows <= 2:
+            assert isinstance(shape, StreamShape)
+        if isinstance(shape, StreamShape):
+            call = stream.StreamCall(packed.group, packed.scale_kind, x_bf16=False, out_bf16=True, norm=rows <= 4)
+            room = stream.shared_bytes(shape, call, rows, stream.stages_of(packed))
+            assert room <= MOST_SHARED[capability], (rows, shape)
 
 
 @pytest.mark.parametrize("rows", [129, 300, 1024], ids=lambda m: f"M{m}")
 @pytest.mark.parametrize("n", [64, 6144, 28672], ids=lambda n: f"N{n}")
 def test_the_rule_takes_panels_that_the_copy_engine_brings_for_many_rows(n: int, rows: int) -> None:
-    metas = torch.empty(n // 16, 32, 8, 2, 1, dtype=torch.int32, device="meta")
-    packed = layout.CudaInt4(torch.empty(n // 16, 64, 32, 4, device="meta"), metas, (n, 4096, 128), 1)
+    packed = on_meta((n, 4096, 128))
     shapes = wide.default_shapes(packed, rows, 132)
     assert all(wide.fits(shape, packed, 90) for shape in shapes)
     assert Chooser((), 132, 90).choice(packed, rows) == shapes[0]

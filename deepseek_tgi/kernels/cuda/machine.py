@@ -20,6 +20,13 @@ class Machine:
     capability: int
 
 
+def shared_limit(capability: int) -> int:
+    """Bytes of shared memory that a block may have (CUDA programming guide, technical specifications)."""
+    if 90 <= capability < 120:
+        return 227 << 10
+    return (163 if capability in (80, 87) else 99) << 10
+
+
 @cache
 def machine_of(device: torch.device) -> Machine:
     """The machine of a CUDA device, one for all ops, so that each kernel is loaded once.

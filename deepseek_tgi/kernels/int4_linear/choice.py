@@ -104,14 +104,14 @@ class Chooser:
                 "INT4 weight %s: not measured on this GPU, kernels are chosen by rule (deepseek-tgi tune measures)",
                 key_of(w),
             )
-        candidates = by_rule(w, rows, self.multiprocessors)
+        candidates = by_rule(w, rows, self.multiprocessors, self.capability)
         return next((shape for shape in candidates if runs(shape, rows, w, self.capability)), None)
 
 
-def by_rule(w: CudaInt4, rows: int, multiprocessors: int) -> Iterable[Choice]:
+def by_rule(w: CudaInt4, rows: int, multiprocessors: int, capability: int) -> Iterable[Choice]:
     """Kernels in the order to try, for a weight nobody has measured."""
     if rows <= stream.MAX_ROWS:
-        yield from stream.default_shapes(w, rows, multiprocessors)
+        yield from stream.candidates(w, rows, multiprocessors, capability)
     yield from wide.default_shapes(w, rows, multiprocessors)
     yield from panel.default_shapes(w, rows, multiprocessors)
 

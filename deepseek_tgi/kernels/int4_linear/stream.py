@@ -9,14 +9,13 @@ from itertools import product
 
 import torch
 
-from deepseek_tgi.kernels.cuda.machine import Machine
+from deepseek_tgi.kernels.cuda.machine import Machine, shared_limit
 from deepseek_tgi.kernels.cuda.program import KernelSpec, spec
 from deepseek_tgi.kernels.int4_linear.layout import CHUNK, CudaInt4
 
 SOURCE = "int4_stream"
 SIGNATURE = "ppplpppiiiiipf"
 MAX_ROWS = 32
-_SHARED_LIMIT = {90: 232_448, 80: 166_912}
 _PAIR_BYTES = 115_000
 _ROWS_ALONE, _MOST_ROWS_ALONE = 8, 16
 """Up to so many rows warps multiply alone; up to so many they may, two tiles each."""
@@ -88,28 +87,23 @@ def stages_of(w: CudaInt4) -> int:
 
 
 def fits(shape: StreamShape, rows: int, w: CudaInt4, capability: int) -> bool:
-    """Whether a block of `shape` has the shared memory and K enough for its parts."""
+    """Whether a block of `shape` has the shared memory, also for a norm, and K enough for its parts."""
     if (shape.cluster > 1 and capability < 90) or (shape.together and capability != 90):
         return False
-    call = StreamCall(w.group, w.scale_kind, True, True)
-    limit = _SHARED_LIMIT[90 if capability >= 90 else 80]
-    return shared_bytes(shape, call, rows, stages_of(w)) <= limit and stages_of(w) >= shape.cluster
+    call = StreamCall(w.group, w.scale_kind, True, True, norm=True)
+    room = shared_bytes(shape, call, rows, stages_of(w))
+    return room <= shared_limit(capability) and stages_of(w) >= shape.cluster
 
 
-def candidates(w: CudaInt4, rows: int, multiprocessors: int) -> list[StreamShape]:
+def candidates(w: CudaInt4, rows: int, multiprocessors: int, capability: int) -> list[StreamShape]:
     """Shapes worth measuring, likeliest first: those that fill the device evenly with enough bytes asked for ahead."""
     rated: list[tuple[float, int, StreamShape]] = []
     for shape in _cuts(rows):
-        rating = _rating(shape, w, rows, multiprocessors)
+        rating = _rating(shape, w, rows, multiprocessors) if fits(shape, rows, w, capability) else 0.0
         if rating > 0:
             rated.append((rating, len(rated), shape))
     rated.sort(key=lambda each: (-each[0], each[1]))
     return [shape for _, _, shape in rated[:_MOST_CANDIDATES]]
-
-
-def default_shapes(w: CudaInt4, rows: int, multiprocessors: int) -> list[StreamShape]:
-    """Shapes in the order to try, for a weight nobody has measured."""
-    return candidates(w, rows, multiprocessors)
 
 
 def _cuts(rows: int) -> Iterator[StreamShape]:
@@ -130,8 +124,6 @@ def _rating(shape: StreamShape, w: CudaInt4, rows: int, multiprocessors: int) ->
         return 0.0
     call = StreamCall(w.group, w.scale_kind, x_bf16=True, out_bf16=True)
     room = shared_bytes(shape, call, rows, stages)
-    if room > _SHARED_LIMIT[90]:
-        return 0.0
     wide = clusters_at_once(multiprocessors, shape.cluster)
     columns = shape.warps // shape.team // shape.split
     rounds = math.ceil(math.ceil(units / wide) / columns)

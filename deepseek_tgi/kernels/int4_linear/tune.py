@@ -125,7 +125,7 @@ def candidates(w: CudaInt4, rows: int, machine: Machine) -> list[Choice]:
     """What is worth trying; whatever would not fit is left out, not tried."""
     wanted: list[Choice] = [None]
     if rows <= stream.MAX_ROWS:
-        wanted += stream.candidates(w, rows, machine.multiprocessors)
+        wanted += stream.candidates(w, rows, machine.multiprocessors, machine.capability)
     wanted += wide.candidates(w, rows, machine.multiprocessors)
     wanted += panel.candidates(w, rows, machine.multiprocessors)
     return [choice for choice in wanted if runs(choice, rows, w, machine.capability)]
