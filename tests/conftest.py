@@ -39,6 +39,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.real_model)
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures ask for the GPU
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip(f"needs an NVIDIA GPU: torch {torch.__version__} sees none")
+
+
 @pytest.fixture(scope="session")
 def real_model_dir() -> Path:
     """SmolLM2-135M-Instruct as an AWQ checkpoint. Made once and kept in the user's cache; needs the registry once."""

@@ -3,7 +3,8 @@
     python -m tests.benchmarks.gpu [--parts gemm attention latent moe whole_model load peers ranks] [--out DIR] [--full]
 
 Each part measures its ceilings and its peers itself, in its own process, right before what is compared with them.
-Without `--full` whole models are measured at the contexts and caches that have targets; `ranks` wants two GPUs.
+Without `--full` whole models are measured at the contexts and caches that have targets. A part that wants more GPUs
+than there are (`ranks`: two) is named and left out; where it was asked for, or nothing else runs, that is a failure.
 """
 
 from __future__ import annotations
@@ -56,31 +57,40 @@ PARTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts; 1 if one of them failed."""
+    """Run the parts; 1 if one of them failed, or one that is wanted cannot run here."""
     names = [part.module for part in PARTS]
-    there = [part.module for part in PARTS if part.gpus <= torch.cuda.device_count()]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=names, default=there)
+    parser.add_argument("--parts", nargs="+", choices=names)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds a part may take")
     args = parser.parse_args(argv)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
-    failed = []
-    for part in PARTS:
-        if part.module in args.parts:
-            print(f"== {part.module}", flush=True)
-            started = time.perf_counter()
-            try:
-                status = subprocess.run(part.command(args.out, args.full), timeout=args.limit, check=False).returncode
-            except subprocess.TimeoutExpired:
-                status = -1
-            print(f"-- {part.module}: {time.perf_counter() - started:.0f} s, status {status}", flush=True)
-            failed += [part.module] if status else []
-    if failed:
-        print(f"failed: {', '.join(failed)}")
-    return 1 if failed else 0
+    wanted = [part for part in PARTS if part.module in (args.parts or names)]
+    there, failed, left_out = torch.cuda.device_count(), [], []
+    for part in wanted:
+        print(f"== {part.module}", flush=True)
+        if part.gpus > there:
+            print(f"needs {part.gpus} GPU{'s' * (part.gpus > 1)}, torch {torch.__version__} sees {there}", flush=True)
+            left_out.append(part.module)
+        elif not _succeeds(part.command(args.out, args.full), part.module, args.limit):
+            failed.append(part.module)
+    for what, parts in (("failed", failed), ("not run", left_out)):
+        if parts:
+            print(f"{what}: {', '.join(parts)}")
+    return 1 if failed or (left_out and args.parts) or len(left_out) == len(wanted) else 0
+
+
+def _succeeds(command: list[str], name: str, limit_s: float) -> bool:
+    """Run a part and say how long it took."""
+    started = time.perf_counter()
+    try:
+        status = subprocess.run(command, timeout=limit_s, check=False).returncode
+    except subprocess.TimeoutExpired:
+        status = -1
+    print(f"-- {name}: {time.perf_counter() - started:.0f} s, status {status}", flush=True)
+    return status == 0
 
 
 if __name__ == "__main__":
