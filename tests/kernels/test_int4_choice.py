@@ -64,6 +64,33 @@ def test_entries_of_another_version_are_left_out(tmp_path: Path) -> None:
     assert read.weights == {"64x512g128": {1: FEW}}
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"kernel": "stream", "split": 0},
+        {"kernel": "stream", "warps": 0},
+        {"kernel": "stream", "warps": 64},
+        {"kernel": "stream", "cluster": 16},
+        {"kernel": "stream", "row_tiles": 0},
+        {"kernel": "stream", "blocks": 0},
+        {"kernel": "panel", "warpgroups": 0},
+        {"kernel": "panel", "warpgroups": 9},
+        {"kernel": "panel", "cluster": 0},
+        {"kernel": "panel", "cluster": 16},
+        {"kernel": "wide", "sharers": 0},
+        {"kernel": "wide", "warpgroups": 0},
+    ],
+    ids=str,
+)
+def test_shapes_that_are_none_are_left_out(entry: dict[str, int | str], tmp_path: Path) -> None:
+    """No block is so large or so small on any GPU; a table is a file, and a server is not to end over it."""
+    steps = {"1": {"kernel": "dequantise"}, "8": entry}
+    (tmp_path / "t.json").write_text(json.dumps({"weights": {"64x512g128": steps}}))
+    read = read_table(tmp_path / "t.json")
+    assert read is not None
+    assert read.weights == {"64x512g128": {1: None}}
+
+
 def test_a_measured_number_of_rows_stands_for_those_below_it() -> None:
     chooser = Chooser((Table("t", {"64x512g128": {8: FEW, 64: MANY, 4096: None}}),), 3, 90)
     assert chooser.choice(weight(), 5) == FEW

@@ -158,7 +158,7 @@ def read_table(path: Path) -> Table | None:
     for key, rows, entry in entries:
         try:
             weights.setdefault(key, {})[rows] = _from_json(entry)
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
             logger.debug("kernel table %s, %s by %d rows: %s; left out", path, key, rows, error)
     return Table(path.name, weights)
 

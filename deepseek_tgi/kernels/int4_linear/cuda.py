@@ -1,8 +1,8 @@
 """INT4 linear on a GPU: which kernel multiplies, and what it must be given.
 
 Activations are rounded to bfloat16 before the product, sums are float32. In the kernel for few rows, and in panels of
-up to 64 rows that the copy engine brings, weights enter exactly; else they are rounded to bfloat16 once, as a
-dequantised model has them.
+up to 64 rows that the copy engine brings, if groups are of 64 or more, weights enter exactly; else they are rounded to
+bfloat16 once, as a dequantised model has them.
 """
 
 from __future__ import annotations

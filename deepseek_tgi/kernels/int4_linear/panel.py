@@ -17,6 +17,7 @@ MOST_ROWS = 512
 """Beyond this, a weight nobody has measured is dequantised and multiplied by torch."""
 _SHARED_LIMIT = 232_448
 _WARPGROUP_ROWS = 64
+_WARPGROUPS = (4, 2, 1)
 _CLUSTERS = (1, 2, 4, 8)
 _START_CHUNKS = 8
 """What starting a block and adding up its sums cost, in chunks of its work."""
@@ -33,6 +34,8 @@ class PanelShape:
 
     def __post_init__(self) -> None:
         assert self.tokens in TOKENS, f"{self}: the matrix instruction has no such width here"
+        assert self.warpgroups in _WARPGROUPS, f"{self}: a block has no such width"
+        assert self.cluster in _CLUSTERS, f"{self}: there are no such clusters"
         assert self.stages >= 3, f"{self}: one stage is read, one is being filled, one waits for its products"
 
 
@@ -65,7 +68,7 @@ def _sensible(w: CudaInt4, rows: int) -> list[PanelShape]:
     widths = [tokens for tokens in TOKENS if 64 <= tokens < 2 * max(rows, 64)][-2:]
     shapes = []
     for tokens in widths:
-        for warpgroups in (4, 2, 1) if tokens < 256 else (2, 1):
+        for warpgroups in _WARPGROUPS if tokens < 256 else _WARPGROUPS[1:]:
             for cluster in _CLUSTERS:
                 stages = next((n for n in (6, 5, 4) if _fits(PanelShape(tokens, warpgroups, n, cluster), w)), None)
                 if stages is not None:

@@ -20,6 +20,7 @@ _PAIR_BYTES = 115_000
 _ROWS_ALONE, _MOST_ROWS_ALONE = 8, 16
 """Up to so many rows warps multiply alone; up to so many they may, two tiles each."""
 _LEAST_STAGES = 2
+_MOST_WARPS = 32
 _MOST_CANDIDATES = 24
 _CLUSTER_RATING = {1: 1.0, 2: 0.95, 4: 0.8, 8: 0.75}
 
@@ -40,6 +41,9 @@ class StreamShape:
     together: int = 0
 
     def __post_init__(self) -> None:
+        least = min(self.row_tiles, self.split, self.warps, self.blocks)
+        assert least > 0 <= self.together and self.warps <= _MOST_WARPS, f"{self}: no block is such"
+        assert self.cluster in _CLUSTER_RATING, f"{self}: there are no such clusters"
         assert self.warps % (self.team * self.split) == 0, f"{self}: warps are not whole columns"
         assert self.row_tiles == 1 or not self.together, f"{self}: four warps take four tiles"
         assert self.depth >= 2, f"{self}: a queue has at least two places"
