@@ -3,9 +3,9 @@
 `int4_linear(x [M, K], w, bias [N] f32 | None, residual [M, N] | None, out [M, N] | None) -> [M, N]`: x activations,
 residual and out the residual stream (f32) or activations; without `out` a fresh f32. Accumulates in float32; `M` may be
 0; rows of `x` may lie apart, each dense; `out` may be `residual`. Weights enter the products exactly as stored; on a
-GPU, beyond 32 rows and where it has little shared memory, rounded to bfloat16 once at most. Two fused forms give the same bits as their parts, on a GPU the
-same to a rounding: `norm_int4_linear(x, norm_weight, eps, w)` is `int4_linear(rms_norm(x), w)`, and
-`silu_int4_linear(gate_up [M, 2K], w)` is `int4_linear(silu_mul(gate_up), w)`.
+GPU, beyond 32 rows and where it has little shared memory, rounded to bfloat16 once at most. Two fused forms give the
+same bits as their parts, on a GPU the same to a rounding: `norm_int4_linear(x, norm_weight, eps, w)` is
+`int4_linear(rms_norm(x), w)`, and `silu_int4_linear(gate_up [M, 2K], w)` is `int4_linear(silu_mul(gate_up), w)`.
 Raises `GenerationError` for operands that do not fit, `ConfigError` from packing.
 """
 

@@ -41,8 +41,8 @@ class StreamShape:
     together: int = 0
 
     def __post_init__(self) -> None:
-        least = min(self.row_tiles, self.split, self.warps, self.blocks)
-        assert least > 0 <= self.together and self.warps <= _MOST_WARPS, f"{self}: no block is such"
+        assert min(self.row_tiles, self.split, self.warps, self.blocks) > 0, f"{self}: there is nothing to do"
+        assert self.warps <= _MOST_WARPS, f"{self}: a block has no so many"
         assert self.cluster in _CLUSTER_RATING, f"{self}: there are no such clusters"
         assert self.warps % (self.team * self.split) == 0, f"{self}: warps are not whole columns"
         assert self.row_tiles == 1 or not self.together, f"{self}: four warps take four tiles"
