@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,16 @@ class LayerPages:
     block_size: int
     native: list[Any] = field(default_factory=list, compare=False, repr=False)
     """What the native kernels derived from this view, once."""
+    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The same of `kept`."""
+
+    def kept(self, work_out: Callable[[LayerPages], T]) -> T:
+        """`work_out(self)`, done once: it looks at how the pages lie, not at what they hold."""
+        try:
+            found: T = self.derived[work_out]
+        except KeyError:
+            found = self.derived[work_out] = work_out(self)
+        return found
 
     @property
     def quantised(self) -> bool:
@@ -69,6 +82,16 @@ class LatentPages:
     block_size: int
     native: list[Any] = field(default_factory=list, compare=False, repr=False)
     """What the native kernels derived from this view, once."""
+    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The same of `kept`."""
+
+    def kept(self, work_out: Callable[[LatentPages], T]) -> T:
+        """`work_out(self)`, done once: it looks at how the pages lie, not at what they hold."""
+        try:
+            found: T = self.derived[work_out]
+        except KeyError:
+            found = self.derived[work_out] = work_out(self)
+        return found
 
     @property
     def rope_dim(self) -> int:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import pickle
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -146,3 +150,43 @@ def test_a_matrix_read_in_tiles_is_described_among_the_parameters(monkeypatch: p
     assert ctypes.string_at(addresses[1], 128) == bytes(range(128))
     assert ctypes.c_void_p.from_address(addresses[2]).value == x.data_ptr()
     assert asked == [(x.data_ptr(), 2, (6, 64), (80, 1), (32, 64))]
+
+
+def test_a_tile_map_is_kept_until_its_memory_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    x, asked = torch.zeros(6, 64, dtype=torch.bfloat16), []
+
+    def describe(address: int, *_: object) -> bytes:
+        asked.append(address)
+        return bytes([len(asked)] * 128)
+
+    monkeypatch.setattr(driver_module, "_tile_map", describe)
+    place, tiles = LaunchPlace(spec("any", "any", "t"), driver), Tiles(x, (32, 64))
+    written = (ctypes.c_uint64 * 1).from_address(place.pointers)
+    first = x.data_ptr()
+    for _ in range(2):
+        place.write((tiles,))
+    assert ctypes.string_at(written[0], 1) == b"\1"
+    x.set_(torch.zeros_like(x))  # type: ignore[call-overload]
+    place.write((tiles,))
+    assert ctypes.string_at(written[0], 1) == b"\2"
+    assert asked == [first, x.data_ptr()]
+    assert first != x.data_ptr()
+
+
+def test_a_kernel_is_found_by_an_equal_description_in_another_process_too() -> None:
+    wanted = norm(THREADS=128)
+    assert wanted == replace(norm(THREADS=64), defines=wanted.defines)
+    assert hash(wanted) == hash(replace(norm(THREADS=64), defines=wanted.defines))
+    assert wanted != replace(wanted, beside=True)
+    code = (
+        "import pickle, sys\n"
+        "from deepseek_tgi.kernels.cuda.program import spec\n"
+        "own = spec('rms_norm', 'rms_norm', 'plpfpli', RUNS=0, X_BF16=0, OUT_BF16=0, THREADS=128)\n"
+        "print({own: 'found'}[pickle.load(sys.stdin.buffer)])\n"
+    )
+    told, given = [sys.executable, "-c", code], pickle.dumps(wanted)
+    for seed in ("1", "2"):  # strings hash otherwise in each
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(told, input=given, env=env, capture_output=True, check=False)
+        assert done.stdout == b"found\n", done.stderr

@@ -223,6 +223,32 @@ def test_wide_sums_are_rounded_to_bfloat16_once(n: int) -> None:
     assert torch.equal(narrow, sums.bfloat16())
 
 
+def test_a_weight_that_was_multiplied_before_is_multiplied_alike() -> None:
+    """By other numbers of rows, into another dtype, on another device, and where it was put in the meantime."""
+    w = int4(130, 256, 64)
+    weight, packed = written_out(w), layout.pack(*w)
+    other = Machine(EmulatedPrograms(), 7, 90)
+    shapes = WideShape(tokens=64, warpgroups=1, stages=3), WideShape(tokens=32, warpgroups=2, stages=3)
+    for rows, dtype, machine, shape in (
+        (70, torch.float32, MACHINE, shapes[0]), (5, torch.float32, MACHINE, shapes[0]),
+        (70, torch.bfloat16, MACHINE, shapes[0]), (70, torch.float32, other, shapes[0]),
+        (70, torch.float32, other, shapes[1]), (70, torch.float32, MACHINE, shapes[0]),
+    ):  # fmt: skip
+        torch.manual_seed(rows)
+        x, residual = torch.randn(rows, 256).bfloat16(), torch.randn(rows, 130)
+        out = torch.full((rows, 130), float("nan"), dtype=dtype)
+        wide.launch(machine, shape, x, packed, out, residual=residual)
+        expected = oracle.linear(x.float().numpy(), weight, None, residual.numpy())
+        most = 2 * sums_bound(x.float().numpy(), weight) + (2**-8 * abs(expected) if dtype == torch.bfloat16 else 0)
+        assert (abs(out.double().numpy() - expected) <= most).all()
+        for tensor in (packed.codes, packed.metas):  # as sleeping and waking do
+            kept, storage = tensor.clone(), tensor.untyped_storage()
+            size = storage.nbytes()
+            storage.resize_(0)
+            storage.resize_(size)
+            tensor.copy_(kept)
+
+
 def test_norm_and_activation_before_the_product() -> None:
     torch.manual_seed(0)
     w = int4(40, 256, 64)

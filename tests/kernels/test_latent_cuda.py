@@ -11,6 +11,7 @@ from emulation.emulated import EmulatedPrograms
 from oracles import latents as oracle
 
 from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.errors import GenerationError
 from deepseek_tgi.kernels.latent_attention import expanded
 from deepseek_tgi.kernels.latent_attention.cuda import CudaLatentAttention, CudaUp
 from deepseek_tgi.kernels.latent_attention.decode import HOPPER, MODES, RANK, ROPE, LatentDecode
@@ -48,6 +49,7 @@ def attended(
     form: str = "auto",
     capability: int = 0,
     tiled: bool = True,
+    op: CudaLatentAttention | None = None,
 ) -> None:
     """Run the op on random pages and hold it against the expanded formula in float64."""
     torch.manual_seed(0)
@@ -66,10 +68,7 @@ def attended(
         contexts.append(pool.read_latents(1, slots))
     out = torch.full((sum(tokens), heads, VALUE), float("nan"), dtype=torch.bfloat16)
     inputs, up = step(tokens, cached, tables), CudaUp(weight, heads, NOPE)
-    programs = EmulatedPrograms()
-    op = CudaLatentAttention(
-        LatentDecode(programs, 2, capability), ExpandedAttention(programs, capability, interpreted=True, tiled=tiled)
-    )
+    op = op or emulated(capability, tiled=tiled)
     op(q, pool.latents(1), up, inputs, scale=SCALE, out=out, form=form)
     first = 0
     for n, c, (latent, rope) in zip(tokens, cached, contexts, strict=True):
@@ -81,6 +80,14 @@ def attended(
         # Queries, weights and sums are rounded to bfloat16 one after the other.
         assert error < 1e-2, (n, c, error)
         first += n
+
+
+def emulated(capability: int = 0, *, tiled: bool = True) -> CudaLatentAttention:
+    """The op over emulated kernels."""
+    programs = EmulatedPrograms()
+    return CudaLatentAttention(
+        LatentDecode(programs, 2, capability), ExpandedAttention(programs, capability, interpreted=True, tiled=tiled)
+    )
 
 
 @EVERY_MODE
@@ -100,6 +107,37 @@ def test_more_heads_than_a_tile_and_more_requests_than_blocks() -> None:
 @pytest.mark.parametrize("form", ["absorbed", "expanded", "auto"])
 def test_prompts_chunks_and_single_tokens_share_a_step(form: str) -> None:
     attended("int4", 3, [3, 1, 9, 4], [18, 20, 0, 0], form=form)
+
+
+def test_one_op_takes_steps_of_every_kind_in_turn() -> None:
+    op = emulated()
+    for _ in range(2):
+        for mode, tokens, cached, form in (
+            ("int8", [3, 1, 1, 9], [18, 20, 31, 0], "auto"), ("int8", [3, 1, 1, 9], [18, 20, 31, 0], "absorbed"),
+            ("int8", [1, 1, 3, 9], [40, 20, 3, 5], "auto"), ("int4", [1, 12], [33, 0], "auto"),
+            ("bfloat16", [14], [7], "expanded"), ("int8", [1, 1], [5, 9], "auto"),
+        ):  # fmt: skip
+            attended(mode, 3, tokens, cached, form=form, op=op)
+
+
+def test_lengths_and_tables_that_change_in_place_are_read_as_they_are() -> None:
+    torch.manual_seed(0)
+    pool = KVPool(LatentLayout(1, RANK, ROPE, KVMode.INT8), 9)
+    latent_write(pool.latents(0), torch.randn(9 * 16, RANK), torch.randn(9 * 16, ROPE), torch.arange(9 * 16))
+    up = CudaUp(torch.randn(3 * (NOPE + VALUE), RANK) * RANK**-0.5, 3, NOPE)
+    q, op = torch.randn(8, 3, ROPE + NOPE).bfloat16(), emulated()
+    inputs = step([6, 1, 1], [9, 30, 20], torch.arange(1, 7, dtype=torch.int32).view(3, 2))
+
+    def run(own: CudaLatentAttention) -> torch.Tensor:
+        out = torch.full((8, 3, VALUE), float("nan"), dtype=torch.bfloat16)
+        return own(q, pool.latents(0), up, inputs, scale=SCALE, out=out)
+
+    before = run(op)
+    inputs.block_tables.copy_(inputs.block_tables.flip(0))
+    inputs.cache_lens.copy_(torch.tensor([4, 11, 25]))
+    after = run(op)
+    assert torch.equal(after, run(emulated()))
+    assert all(not torch.equal(after[rows], before[rows]) for rows in (slice(6), slice(6, 7), slice(7, 8)))
 
 
 @EVERY_MODE
@@ -246,6 +284,24 @@ def test_preparing_is_norm_rotation_and_writing(mode: str, dtype: torch.dtype) -
     apart = KVPool(LatentLayout(1, RANK, ROPE, KVMode(mode)), 2)
     latent_write(apart.latents(0), latent, rope, inputs.slots)
     assert torch.equal(pool.storage, apart.storage)
+
+
+def test_operands_of_another_shape_are_looked_at_again() -> None:
+    pool = KVPool(LatentLayout(2, RANK, ROPE, KVMode.INT8), 2)
+    prepare = CudaLatentPrepare(CudaLatentWrite(EmulatedPrograms()), never)
+    q, latent, rope = torch.randn(2, 3, ROPE + NOPE), torch.randn(2, RANK), torch.randn(2, ROPE)
+    inputs = replace(step([1, 1], [0, 0], torch.zeros(2, 1, dtype=torch.int32)), slots=torch.tensor([5, -1]))
+    table = torch.rand(8, ROPE)
+    for layer in (0, 1):
+        args = q, latent, rope, pool.latents(layer), inputs
+        prepare(*args, norm_weight=torch.ones(RANK), eps=1e-6, cos_sin=table)
+    with pytest.raises(GenerationError, match="rms_norm: got weight"):
+        prepare(*args, norm_weight=torch.ones(RANK - 1), eps=1e-6, cos_sin=table)
+    with pytest.raises(GenerationError, match="latent_prepare: norm_weight"):
+        prepare(*args, norm_weight=torch.ones(2 * RANK)[::2], eps=1e-6, cos_sin=table)
+    with pytest.raises(GenerationError, match="rope: got positions"):
+        prepare(*args[:4], replace(inputs, positions=torch.zeros(3, dtype=torch.int32)), norm_weight=torch.ones(RANK),
+                eps=1e-6, cos_sin=table)  # fmt: skip
 
 
 def never(*args: object, **kwargs: object) -> None:

@@ -10,6 +10,7 @@ import torch
 from emulation.emulated import EmulatedPrograms
 from oracles import kernels as oracle
 
+from deepseek_tgi.errors import GenerationError
 from deepseek_tgi.kernels.common import Int4Tensors, PackedInt4, PlainDense
 from deepseek_tgi.kernels.cuda.machine import Machine
 from deepseek_tgi.kernels.int4_linear import layout
@@ -122,6 +123,34 @@ def test_experts_add_what_numpy_says(
     # products besides.
     error = np.abs(out.numpy() - expected).max() / np.abs(expected - start.numpy()).max()
     assert error < {"sorted": 2**-8, "dense": 2**-6}.get(way, 2**-8 if tokens < 37 and way != "panels" else 2**-7)
+
+
+def test_a_layer_takes_every_number_of_tokens_in_turn() -> None:
+    used, matrices = made(4, 128, 64, 64, 64)
+    op, g = CudaMoe(MACHINE), torch.Generator().manual_seed(1)
+    for tokens, top_k in ((40, 2), (1, 2), (7, 3), (40, 3), (40, 2), (1, 3), (7, 3)):
+        x = torch.randn(tokens, 128, generator=g).bfloat16()
+        ids = torch.rand(tokens, 4, generator=g).argsort(1)[:, :top_k].int().contiguous()
+        weights = torch.rand(tokens, top_k, generator=g)
+        out = torch.zeros(tokens, 128)
+        op(x, ids, weights, used, out)
+        rows = x.double().numpy()
+        expected = np.stack(
+            [
+                sum(float(weights[t, j]) * one(rows[t], matrices[int(ids[t, j])]) for j in range(top_k))
+                + one(rows[t], matrices[-1])
+                for t in range(tokens)
+            ]
+        )
+        assert np.abs(out.numpy() - expected).max() / np.abs(expected).max() < 2**-7
+
+
+def test_scratch_that_is_too_short_is_refused() -> None:
+    experts, _ = made(4, 128, 64, 64, 64)
+    x, ids, weights = torch.randn(5, 128).bfloat16(), torch.tensor([[0, 1]] * 5, dtype=torch.int32), torch.ones(5, 2)
+    scratch = torch.zeros(experts.scratch_floats(5, 2) - 1)
+    with pytest.raises(GenerationError, match=r"moe: got scratch \[\d+\] float32, expected \d+ float32"):
+        CudaMoe(MACHINE)(x, ids, weights, experts, torch.zeros(5, 128), scratch=scratch)
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:

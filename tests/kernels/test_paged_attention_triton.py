@@ -22,10 +22,10 @@ CLOSE = {KVMode.FLOAT16: 2.0**-10, KVMode.INT4: 2.0**-6}
 """What 16-bit operands change a result by, as a part of the largest value; INT4's values are rounded as well."""
 
 
-def check(case: Case, mode: KVMode, unpacked_bytes: int = 0) -> None:
+def check(case: Case, mode: KVMode, unpacked_bytes: int = 0, attend: TiledAttention | None = None) -> None:
     """As in the interpreter: conversions to bfloat16 cut there, so a step is twice as large."""
     case = replace(case, q=case.q.bfloat16())
-    attend = TiledAttention(TORCH.paged_attention, interpreted=True, unpacked_bytes=unpacked_bytes)
+    attend = attend or TiledAttention(TORCH.paged_attention, interpreted=True, unpacked_bytes=unpacked_bytes)
     out = torch.full((*case.q.shape[:2], case.pool.view(1).v_dim), float("nan"))
     got = attend(case.q, case.pool.view(1), case.inputs, case.scale, out, placed=case.placed)
     want = expected(replace(case, q=case.q.float()))
@@ -62,3 +62,27 @@ def test_contexts_read_into_bfloat16_first(mode: KVMode, framed: bool) -> None:
     for geometry in ((6, 2, 64, 32, 32), (2, 1, 96, 32, 16)):
         case = make_case(TORCH, geometry, ([5, 1, 0, 18], [30, 75, 4, 2]), mode, framed)
         check(case, mode, unpacked_bytes=1 << 30)
+
+
+def test_one_op_takes_steps_of_every_kind_in_turn() -> None:
+    attend = TiledAttention(TORCH.paged_attention, interpreted=True, unpacked_bytes=1 << 17)
+    few, many, single = ([5, 1], [30, 75]), ([9, 3, 4], [2, 190, 300]), ([1, 1, 1], [15, 63, 140])
+    for _ in range(2):
+        for mode, batch, framed in (
+            (KVMode.INT8, few, False), (KVMode.INT8, many, False), (KVMode.INT8, single, False),
+            (KVMode.INT8, few, True), (KVMode.BFLOAT16, few, False), (KVMode.INT4, few, True),
+        ):  # fmt: skip
+            check(make_case(TORCH, (6, 2, 64, 32, 16), batch, mode, framed=framed), mode, attend=attend)
+        check(make_case(TORCH, (4, 1, 64, 32, 16), few, KVMode.INT8), KVMode.INT8, attend=attend)
+
+
+def test_tables_that_change_in_place_are_read_as_they_are() -> None:
+    case = make_case(TORCH, (4, 2, 64, 32, 16), ([3, 20], [45, 28]), KVMode.INT8)  # three whole pages each
+    q, used = case.q.bfloat16(), TiledAttention(TORCH.paged_attention, interpreted=True, unpacked_bytes=1 << 30)
+    fresh = TiledAttention(TORCH.paged_attention, interpreted=True, unpacked_bytes=1 << 30)
+    before = used(q, case.pool.view(1), case.inputs, case.scale)
+    case.inputs.block_tables.copy_(case.inputs.block_tables.flip(1))
+    after = used(q, case.pool.view(1), case.inputs, case.scale)
+    assert torch.equal(after, fresh(q, case.pool.view(1), case.inputs, case.scale))
+    off = np.abs(after.double().numpy() - expected(replace(case, q=q.float()))).max()
+    assert off < 2.0**-6 < np.abs(after.double().numpy() - before.double().numpy()).max()

@@ -20,6 +20,7 @@ _ALL = 100
 _TILE_MAP_BYTES = 128
 _FORMATS = {"p": "P", "i": "i", "l": "q", "f": "f", "t": f"{_TILE_MAP_BYTES}s"}
 """How `struct` writes a parameter of each kind."""
+_TENSOR, _NUMBERS = torch.Tensor, frozenset({int, float})
 
 
 @lru_cache(maxsize=4096)
@@ -111,8 +112,9 @@ class DriverKernel:
 
     def __call__(self, grid: Shape, block: int, arguments: Sequence[Argument], *, overlap: bool = False) -> None:
         """See `Kernel`. Raises `DeviceError` if the launch is refused."""
-        place = getattr(self._places, "place", None)
-        if place is None:
+        try:
+            place = self._places.place
+        except AttributeError:
             place = self._places.place = LaunchPlace(self._spec, self._driver)
         # Torch's own object for it costs more than a launch.
         stream = torch._C._cuda_getCurrentRawStream(self._device.index or 0)
@@ -121,7 +123,9 @@ class DriverKernel:
         config.blockDimX = block
         config.hStream = stream
         place.write(arguments)
-        _checked(self._driver.cuLaunchKernelEx(config, self._function, place.pointers, 0), self._spec.name)
+        launched = self._driver.cuLaunchKernelEx(config, self._function, place.pointers, 0)
+        if launched[0]:
+            _checked(launched, self._spec.name)
 
 
 class LaunchPlace:
@@ -141,16 +145,30 @@ class LaunchPlace:
     def write(self, arguments: Sequence[Argument]) -> None:
         """Take the parameters of the next launch."""
         assert len(arguments) == len(self._kinds), f"{self._name}: {len(arguments)} arguments for {self._kinds!r}"
-        self._layout.pack_into(self._memory, 0, *map(_plain, arguments))
+        plain = [
+            value.data_ptr() if type(value) is _TENSOR else value if type(value) in _NUMBERS else _plain(value)
+            for value in arguments
+        ]
+        self._layout.pack_into(self._memory, 0, *plain)
 
 
 def _plain(value: Argument) -> int | float | bytes:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
     if value is None:
         return 0
-    if isinstance(value, Tiles):
-        x = value.tensor
-        return _tile_map(x.data_ptr(), x.element_size(), tuple(x.shape), x.stride(), value.box)
-    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+    return _tile_map_of(value) if isinstance(value, Tiles) else value
+
+
+def _tile_map_of(tiles: Tiles) -> bytes:
+    """The driver's description of `tiles`, kept with them for as long as the tensor lies where it lay."""
+    x = tiles.tensor
+    address = x.data_ptr()
+    kept: tuple[int, bytes] | None = tiles.kept[0] if tiles.kept else None
+    if kept is None or kept[0] != address:
+        kept = address, _tile_map(address, x.element_size(), tuple(x.shape), x.stride(), tiles.box)
+        tiles.kept[:] = [kept]
+    return kept[1]
 
 
 def _offsets(kinds: str) -> list[int]:

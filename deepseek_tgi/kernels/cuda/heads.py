@@ -76,7 +76,7 @@ class HeadWriter:
                 0.0 if norms is None else norms.eps,
                 None if turns is None else turns.cos_sin, 0 if turns is None else turns.cos_sin.shape[1],
                 int(turns is not None and turns.rotates), None if turns is None else turns.positions, slots,
-                pages.k, pages.v, pages.k_scale, pages.v_scale, page_bytes(pages), centre,
+                pages.k, pages.v, pages.k_scale, pages.v_scale, pages.kept(page_bytes), centre,
                 -1.0 if k_scale is None else k_scale, -1.0 if v_scale is None else v_scale,
                 aim, weight,
             ),
@@ -84,13 +84,18 @@ class HeadWriter:
         )  # fmt: skip
 
     def _kernel(self, pages: LayerPages, dtype: torch.dtype) -> Kernel:
-        shape = (pages.mode, pages.k_dim, pages.v_dim, pages.block_size, dtype)
-        found = self._kernels.get(shape)
+        key = pages.kept(_shape), dtype
+        found = self._kernels.get(key)
         if found is None:
-            found = self._kernels[shape] = self._programs.kernel(
+            found = self._kernels[key] = self._programs.kernel(
                 write_spec(pages.mode, pages.k_dim, pages.v_dim, pages.block_size, x_bf16=dtype == torch.bfloat16)
             )
         return found
+
+
+def _shape(pages: LayerPages) -> tuple[str, int, int, int]:
+    """What of pages decides the kernel."""
+    return pages.mode, pages.k_dim, pages.v_dim, pages.block_size
 
 
 def write_spec(mode: str, k_dim: int, v_dim: int, block_size: int, *, x_bf16: bool) -> KernelSpec:

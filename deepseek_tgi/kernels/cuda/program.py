@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +27,8 @@ class Tiles:
 
     tensor: torch.Tensor
     box: tuple[int, ...]
+    kept: list[Any] = field(default_factory=list, compare=False, repr=False)
+    """What a launch made of it, for the next one."""
 
 
 Argument = torch.Tensor | Tiles | int | float | None
@@ -48,9 +50,22 @@ class KernelSpec:
     defines: tuple[tuple[str, int], ...] = ()
     shared_bytes: int = 0
     beside: bool = False
+    _hash: int = field(init=False, compare=False, repr=False)
+    """Worked out once: kernels are looked up at every launch."""
 
     def __post_init__(self) -> None:
         assert set(self.signature) <= KINDS, f"{self.name}: signature {self.signature!r}"
+        object.__setattr__(self, "_hash", hash(self._all))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KernelSpec, self._all  # another process hashes strings in its own way
+
+    @property
+    def _all(self) -> tuple[Any, ...]:
+        return self.source, self.name, self.signature, self.defines, self.shared_bytes, self.beside
 
     @property
     def flags(self) -> tuple[str, ...]:

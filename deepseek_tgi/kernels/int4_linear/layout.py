@@ -7,6 +7,8 @@ Rejected: a second copy for many rows (memory); scales folded into the codes (on
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from deepseek_tgi.kernels.common import Int4Tensors, PackedInt4, check_int4
@@ -26,14 +28,16 @@ class CudaInt4(PackedInt4):
     """Codes `[tiles, chunks, 32, 4] int32` and groups `[tiles, groups, 8, 2, 1 or 2] int32` on the device.
 
     `group` is the kernels' group size: it divides the checkpoint's, whose scales are repeated. `scale_kind` is 0 for
-    float32 scales, 1 for float16, 2 for bfloat16.
+    float32 scales, 1 for float16, 2 for bfloat16. `plans` is what launches worked out about the weight, by whatever
+    decides it.
     """
 
-    __slots__ = ("chunks", "codes", "group", "metas", "scale_kind")
+    __slots__ = ("chunks", "codes", "group", "metas", "plans", "scale_kind")
 
     def __init__(self, codes: torch.Tensor, metas: torch.Tensor, shape: tuple[int, int, int], scale_kind: int) -> None:
         out_features, in_features, group_size = shape
         self.codes, self.metas, self.scale_kind = codes, metas, scale_kind
+        self.plans: dict[Any, Any] = {}
         self.chunks = codes.shape[1]
         self.group = self.chunks * CHUNK // metas.shape[1]
         super().__init__(out_features, in_features, group_size, codes.nbytes + metas.nbytes)

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 
 from deepseek_tgi.kernels.cuda.machine import Machine
-from deepseek_tgi.kernels.cuda.program import KernelSpec, Tiles, spec
+from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec, Tiles, spec
 from deepseek_tgi.kernels.int4_linear.layout import CHUNK, TILE_ROWS, CudaInt4
 from deepseek_tgi.kernels.int4_linear.stream import clusters_at_once
 
@@ -28,6 +28,8 @@ _COPYING_REGISTERS = 32
 _WARPGROUP_ROWS = 64
 _ROUND_TOKENS = 32
 _MOST_CANDIDATES = 8
+_EVERY_PIECE = 1 << 31
+"""Of those whose blocks take one each."""
 _STAGE_CYCLES, _LEAST_STAGE_CYCLES, _SHARED_STAGE = 130, 700, 0.95
 _START_CYCLES, _WRITE_CYCLES = 5000, 6
 """As measured: what a warpgroup's stage takes beside its products, the least a stage takes, and how much of it where
@@ -147,6 +149,21 @@ def wide_spec(shape: WideShape, group: int, scale_kind: int, out_bf16: bool) -> 
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What follows of every launch of a shape from the weight and the result's dtype: worked out once."""
+
+    machine: Machine
+    kernel: Kernel
+    box: tuple[int, int]
+    codes: Tiles
+    metas: Tiles
+    across: int
+    together: int
+    at_once: int
+    threads: int
+
+
 def launch(
     machine: Machine,
     shape: WideShape,
@@ -158,19 +175,35 @@ def launch(
     residual: torch.Tensor | None = None,
 ) -> None:
     """Enqueue `out = x w^T + bias + residual`, x in bfloat16, its rows dense and aligned to 16 bytes."""
-    kernel = machine.programs.kernel(wide_spec(shape, w.group, w.scale_kind, out.dtype == torch.bfloat16))
-    rows, tiles = x.shape[0], shape.warpgroups * _WARPGROUP_ROWS // TILE_ROWS
-    aligned = w.out_features % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in (out, residual))
+    narrow = out.dtype is torch.bfloat16
+    plan: Plan | None = w.plans.get((shape, narrow))
+    if plan is None or plan.machine is not machine:
+        plan = w.plans[shape, narrow] = _plan(machine, shape, w, narrow)
+    rows = x.shape[0]
     panels = -(-rows // shape.tokens)
-    pieces = panels * -(-_across(shape, w) // shape.sharers)
-    codes, metas = w.codes.flatten(2), w.metas.flatten(2)
+    pieces = panels * plan.across
+    places = out.data_ptr() | (0 if residual is None else residual.data_ptr())
+    aligned = w.out_features % 8 == 0 and places % 16 == 0
     arguments = (
-        Tiles(x, (shape.tokens // shape.sharers, CHUNK)),
-        Tiles(codes, (tiles, 1, codes.shape[2])),
-        Tiles(metas, (tiles, max(1, CHUNK // w.group), metas.shape[2])),
-        bias, residual, out, rows, w.out_features, w.chunks, panels, pieces, int(aligned),
+        Tiles(x, plan.box), plan.codes, plan.metas, bias, residual, out, rows, w.out_features, w.chunks, panels,
+        pieces, int(aligned),
     )  # fmt: skip
+    plan.kernel((min(pieces, plan.at_once), plan.together, 1), plan.threads, arguments, overlap=True)
+
+
+def _plan(machine: Machine, shape: WideShape, w: CudaInt4, narrow: bool) -> Plan:
+    tiles = shape.warpgroups * _WARPGROUP_ROWS // TILE_ROWS
+    codes, metas = w.codes.flatten(2), w.metas.flatten(2)
     together = shape.cluster * shape.sharers
     at_once = clusters_at_once(machine.multiprocessors, together) * blocks(shape, w.group, w.scale_kind)
-    wide = pieces if shape.cluster > 1 else min(pieces, at_once)
-    kernel((wide, together, 1), (shape.warpgroups + 1) * 128, arguments, overlap=True)
+    return Plan(
+        machine=machine,
+        kernel=machine.programs.kernel(wide_spec(shape, w.group, w.scale_kind, narrow)),
+        box=(shape.tokens // shape.sharers, CHUNK),
+        codes=Tiles(codes, (tiles, 1, codes.shape[2])),
+        metas=Tiles(metas, (tiles, max(1, CHUNK // w.group), metas.shape[2])),
+        across=-(-_across(shape, w) // shape.sharers),
+        together=together,
+        at_once=at_once if shape.cluster == 1 else _EVERY_PIECE,
+        threads=(shape.warpgroups + 1) * 128,
+    )

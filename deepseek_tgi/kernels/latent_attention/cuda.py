@@ -12,7 +12,8 @@ meets such pages.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,12 +22,14 @@ from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import ACTIVATIONS, ComputeDtype
 from deepseek_tgi.kernels.compiler import BuildError
 from deepseek_tgi.kernels.cuda.machine import machine_of
-from deepseek_tgi.kernels.latent_attention import PackedUp, check_latent_attention, takes_expanded
+from deepseek_tgi.kernels.latent_attention import PackedUp, check_latent_attention
 from deepseek_tgi.kernels.latent_attention.decode import LatentDecode, unfit
 from deepseek_tgi.kernels.latent_attention.expanded import ExpandedAttention
 from deepseek_tgi.kernels.latent_attention.plain import attend
+from deepseek_tgi.kernels.latent_attention.requests import Single, Whole, split
 from deepseek_tgi.kernels.latent_format import hadamard, signs
 from deepseek_tgi.kernels.pages import LatentPages
+from deepseek_tgi.kernels.seen import Seen
 from deepseek_tgi.kernels.triton_use import triton_unfit
 
 if TYPE_CHECKING:
@@ -34,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ROWS_AT_ONCE = 512
-"""Rows of one launch of the decode kernel: bounds its workspace."""
 FEW = 4
 """Rows of a decode step up to which the products around the kernel are kernels of our own: they begin before the launch
 ahead ends."""
@@ -99,6 +100,8 @@ class CudaLatentAttention:
 
     decode: LatentDecode
     expanded: ExpandedAttention
+    _checked: Seen[bool] = field(default_factory=Seen)
+    _parts: Seen[tuple[Sequence[Whole], Sequence[Single]]] = field(default_factory=Seen)
 
     def __call__(
         self,
@@ -112,10 +115,14 @@ class CudaLatentAttention:
         form: str = "auto",
     ) -> torch.Tensor:
         """See the contract."""
-        check_latent_attention(q, pages, up, inputs, out=out, form=form, dtypes=ACTIVATIONS)
+        operands = q, out, inputs.cu_seqlens, inputs.cache_lens, inputs.block_tables
+        like = form, inputs.max_context, up.rank, up.num_heads, up.nope_dim, up.v_dim, pages.kept(_shape)
+        if self._checked.of(operands, like) is None:
+            check_latent_attention(q, pages, up, inputs, out=out, form=form, dtypes=ACTIVATIONS)
+            self._checked.note(True, operands, like)
         assert isinstance(up, CudaUp), "packed by another set of kernels"
         up.turn_for(pages)
-        given = q.to(torch.bfloat16)
+        given = q if q.dtype is torch.bfloat16 else q.to(torch.bfloat16)
         made = out if out.dtype == torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
         if inputs.max_seqlen == 1:
             step = inputs.block_tables, inputs.cache_lens
@@ -138,22 +145,25 @@ class CudaLatentAttention:
         out: torch.Tensor,
         form: str,
     ) -> None:
-        starts, cached = inputs.host_lengths or (inputs.cu_seqlens.tolist(), inputs.cache_lens.tolist())
-        rows: list[tuple[int, int, int]] = []  # row of q, request, position
-        for b in range(len(cached)):
-            first, stop = starts[b], starts[b + 1]
-            if takes_expanded(form, stop - first, cached[b], up, pages.rope_dim):
-                length = cached[b] + stop - first
-                table = inputs.block_tables[b]
-                self.expanded(q[first:stop], pages, table, length, up, scale=scale, out=out[first:stop])
-            else:
-                rows += [(t, b, cached[b] + t - first) for t in range(first, stop)]
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            which, owners, positions = torch.tensor(rows[first : first + _ROWS_AT_ONCE], device=q.device).unbind(1)
-            some = torch.empty(len(which), *out.shape[1:], dtype=out.dtype, device=out.device)
-            step = inputs.block_tables[owners], positions.int()
-            self._absorbed(q[which], pages, up, step, scale=scale, out=some, capacity=inputs.max_context)
-            out[which] = some
+        operands = inputs.cu_seqlens, inputs.cache_lens, inputs.block_tables
+        like = form, up.rank, up.nope_dim, up.v_dim, pages.rope_dim, *(operand._version for operand in operands)
+        parts = self._parts.of(operands, like)
+        if parts is None:
+            parts = self._parts.note(split(inputs, form, up, pages.rope_dim), operands, like)
+        wholes, singles = parts
+        for one in wholes:
+            lone = one.rows.stop - one.rows.start == q.shape[0]
+            given, made = (q, out) if lone else (q[one.rows], out[one.rows])
+            self.expanded(given, pages, one.table, one.length, up, scale=scale, out=made)
+        for some in singles:
+            step = some.tables, some.positions
+            if isinstance(some.rows, slice):
+                given, made = q[some.rows], out[some.rows]
+                self._absorbed(given, pages, up, step, scale=scale, out=made, capacity=inputs.max_context)
+                continue
+            made = torch.empty(len(some.rows), *out.shape[1:], dtype=out.dtype, device=out.device)
+            self._absorbed(q[some.rows], pages, up, step, scale=scale, out=made, capacity=inputs.max_context)
+            out[some.rows] = made
 
     def _absorbed(
         self,
@@ -180,3 +190,8 @@ class CudaLatentAttention:
         else:
             sums = attend(queries, rotary, pages, step, scale=scale, capacity=capacity)
         torch.bmm(sums, up.values.transpose(1, 2), out=out.transpose(0, 1))
+
+
+def _shape(pages: LatentPages) -> tuple[int, int, int]:
+    """What of pages operands must go with."""
+    return pages.rank, pages.rope_dim, pages.block_size

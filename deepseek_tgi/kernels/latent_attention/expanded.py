@@ -10,17 +10,18 @@ is another one, half as fast as this.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from deepseek_tgi.kernels.cuda.program import KernelSpec, Programs, spec
+from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec, Programs, spec
 from deepseek_tgi.kernels.latent_attention.decode import GROUPS, HOPPER, MODES, RANK, ROPE, page_bytes, unfit
 from deepseek_tgi.kernels.latent_attention.plain import read_context
 from deepseek_tgi.kernels.pages import LatentPages
+from deepseek_tgi.kernels.triton_launch import TritonLaunches
 
 if TYPE_CHECKING:
     from deepseek_tgi.kernels.latent_attention.cuda import CudaUp
@@ -71,6 +72,8 @@ class ExpandedAttention:
         self._shape = HOPPER_TILE if capability == HOPPER else TILE
         self._interpreted = interpreted
         self._tiled = tiled
+        self._unpacking: dict[tuple[str, int], Kernel] = {}
+        self._tiles: dict[tuple[int, int, int], tuple[TritonLaunches, dict[str, Any], dict[str, int]]] = {}
 
     def __call__(
         self,
@@ -89,36 +92,57 @@ class ExpandedAttention:
         latent, rope = self._context(pages, table, length)
         width = up.nope_dim + up.v_dim
         step = max(1, ELEMENTS_AT_ONCE // (length * width))
-        tiled = self._tiled and max(up.nope_dim, up.v_dim) <= LARGEST
+        attend = self._tile if self._tiled and max(up.nope_dim, up.v_dim) <= LARGEST else _whole
+        if step >= up.num_heads:
+            made = torch.mm(latent, up.rows.flatten(0, 1).t()).view(length, up.num_heads, width)
+            attend(q, Keys(rope, made, up.nope_dim), scale, out)
+            return
         for first in range(0, up.num_heads, step):
             rows = up.rows[first : first + step]
             made = torch.mm(latent, rows.flatten(0, 1).t()).view(length, -1, width)
             heads = slice(first, first + made.shape[1])
-            attend = self._tile if tiled else _whole
             attend(q[:, heads], Keys(rope, made, up.nope_dim), scale, out[:, heads])
 
     def _context(self, pages: LatentPages, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents `[L, R]` and rotary keys `[L, Dr]` in bfloat16."""
-        if unfit(pages) is not None:
+        if pages.kept(unfit) is not None:
             latent, rope = read_context(pages, table, length, torch.bfloat16)
             return latent, rope.contiguous()
         latent = torch.empty(length, RANK, dtype=torch.bfloat16, device=pages.latent.device)
         rope = torch.empty(length, ROPE, dtype=torch.bfloat16, device=pages.latent.device)
-        self._programs.kernel(unpack_spec(pages.mode, pages.block_size))(
+        key = pages.mode, pages.block_size
+        kernel = self._unpacking.get(key)
+        if kernel is None:
+            kernel = self._unpacking[key] = self._programs.kernel(unpack_spec(*key))
+        kernel(
             (-(-length // _WARPS), 1, 1), 32 * _WARPS,
-            (pages.latent, pages.rope, pages.scale, page_bytes(pages), table, length, latent, rope), overlap=True,
+            (pages.latent, pages.rope, pages.scale, pages.kept(page_bytes), table, length, latent, rope), overlap=True,
         )  # fmt: skip
         return latent, rope
 
     def _tile(self, q: torch.Tensor, keys: Keys, scale: float, out: torch.Tensor) -> None:
+        tokens, (length, heads, _) = q.shape[0], keys.made.shape
+        key = keys.rope.shape[1], keys.nope, out.shape[2]
+        found = self._tiles.get(key)
+        if found is None:
+            found = self._tiles[key] = self._compiled(key)
+        launches, constants, options = found
+        launches(
+            (-(-tokens // self._shape["BM"]), heads, 1),
+            (
+                q, q.stride(0), keys.rope, keys.made, keys.made.stride(0), out, out.stride(0), tokens, length - tokens,
+                scale,
+            ),
+            constants, options, None,
+        )  # fmt: skip
+
+    def _compiled(self, key: tuple[int, int, int]) -> tuple[TritonLaunches, dict[str, Any], dict[str, int]]:
+        """The kernel that attends for heads of such widths, its constants and Triton's options."""
         from deepseek_tgi.kernels.latent_attention.expanded_kernel import expanded_tile
 
-        tokens, (length, heads, _) = len(q), keys.made.shape
-        constants = tile_constants(keys.rope.shape[1], keys.nope, out.shape[2])
-        expanded_tile[-(-tokens // self._shape["BM"]), heads](
-            q, q.stride(0), keys.rope, keys.made, keys.made.stride(0), out, out.stride(0), tokens, length - tokens,
-            scale, **constants, **self._shape, UPCAST=self._interpreted,
-        )  # fmt: skip
+        shape, cut = self._shape, {name: self._shape[name] for name in ("BM", "BN")}
+        constants = tile_constants(*key) | cut | {"UPCAST": self._interpreted}
+        return TritonLaunches(expanded_tile), constants, {name: shape[name] for name in shape if name not in cut}
 
 
 def _whole(q: torch.Tensor, keys: Keys, scale: float, out: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ Against the parts one after the other, sums of squares are added in another orde
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import ACTIVATIONS, describe, refuse
 from deepseek_tgi.kernels.cuda.machine import machine_of
-from deepseek_tgi.kernels.cuda.program import KernelSpec, Programs, spec
+from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec, Programs, spec
 from deepseek_tgi.kernels.latent_attention.decode import GROUPS, MODES, RANK, page_bytes
 from deepseek_tgi.kernels.latent_prepare import LatentPrepare
 from deepseek_tgi.kernels.latent_prepare.composed import ComposedLatentPrepare
@@ -22,6 +22,7 @@ from deepseek_tgi.kernels.latent_write.plain import latent_write
 from deepseek_tgi.kernels.pages import LatentPages
 from deepseek_tgi.kernels.rms_norm import check_rms_norm
 from deepseek_tgi.kernels.rope import check_rope
+from deepseek_tgi.kernels.seen import Seen
 
 if TYPE_CHECKING:
     from deepseek_tgi.kernels.select import KernelSet
@@ -49,6 +50,7 @@ class CudaLatentWrite:
     """Stores latents and rotary keys as they come."""
 
     programs: Programs
+    _kernels: dict[object, Kernel] = field(default_factory=dict)
 
     def __call__(self, pages: LatentPages, latent: torch.Tensor, rope: torch.Tensor, slots: torch.Tensor) -> None:
         """See the contract."""
@@ -75,12 +77,15 @@ class CudaLatentWrite:
         weight, eps = norm or (None, 0.0)
         positions, table = turn or (None, None)
         row, heads, width = (0, 0, 0) if q is None else (q.stride(0), q.shape[1], q.shape[2])
-        threads = min(32 + -(-heads * pages.rope_dim // 64) * 32, _MOST_THREADS)  # a pair each of the queries' elements
-        self.programs.kernel(_spec(pages, latent.dtype, threads, norm is not None))(
-            (latent.shape[0], 1, 1), threads,
+        key = pages.kept(_shape), latent.dtype, heads, norm is not None
+        found = self._kernels.get(key)
+        if found is None:
+            found = self._kernels[key] = self.programs.kernel(_spec(pages, latent.dtype, heads, norm is not None))
+        found(
+            (latent.shape[0], 1, 1), _threads(heads, pages.rope_dim),
             (
                 q, row, heads, width, latent, latent.stride(0), rope, rope.stride(0), weight, eps, positions, table,
-                slots, pages.latent, pages.rope, pages.scale, page_bytes(pages),
+                slots, pages.latent, pages.rope, pages.scale, pages.kept(page_bytes),
             ), overlap=True,
         )  # fmt: skip
 
@@ -91,6 +96,8 @@ class CudaLatentPrepare:
 
     write: CudaLatentWrite
     apart: LatentPrepare
+    _checked: Seen[bool] = field(default_factory=Seen)
+    """Whether the kernel knows the operands."""
 
     def __call__(
         self,
@@ -105,10 +112,17 @@ class CudaLatentPrepare:
         cos_sin: torch.Tensor,
     ) -> None:
         """See the contract."""
-        if not fits(q, latent, rope, pages, cos_sin):
+        operands = q, latent, rope, inputs.positions, inputs.slots, cos_sin
+        like = pages.kept(_shape), norm_weight.shape, norm_weight.dtype, norm_weight.stride()
+        known = self._checked.of(operands, like)
+        if known is None:
+            known = fits(q, latent, rope, pages, cos_sin)
+            if known:
+                check_prepare(q, latent, rope, pages, inputs, norm_weight=norm_weight, cos_sin=cos_sin)
+            self._checked.note(known, operands, like)
+        if not known:
             self.apart(q, latent, rope, pages, inputs, norm_weight=norm_weight, eps=eps, cos_sin=cos_sin)
             return
-        check_prepare(q, latent, rope, pages, inputs, norm_weight=norm_weight, cos_sin=cos_sin)
         self.write.launch(
             q, latent, rope, pages, inputs.slots, norm=(norm_weight, eps), turn=(inputs.positions, cos_sin)
         )
@@ -143,9 +157,19 @@ def dense(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1
 
 
-def _spec(pages: LatentPages, dtype: torch.dtype, threads: int, norm: bool) -> KernelSpec:
+def _threads(heads: int, rope_dim: int) -> int:
+    """A pair each of the queries' elements."""
+    return min(32 + -(-heads * rope_dim // 64) * 32, _MOST_THREADS)
+
+
+def _shape(pages: LatentPages) -> tuple[str, int, int, int, int, int]:
+    """What of pages decides which kernel there is, and whether operands go with them."""
+    return pages.mode, pages.rank, pages.rope_dim, pages.group, pages.block_size, pages.num_slots
+
+
+def _spec(pages: LatentPages, dtype: torch.dtype, heads: int, norm: bool) -> KernelSpec:
     return spec(
         "latent_prepare", "latent_prepare", _SIGNATURE, MODE=MODES[pages.mode], RANK=RANK, ROPE=pages.rope_dim,
         GROUP=GROUPS.get(pages.mode, RANK), BLOCK=pages.block_size, NORM=int(norm),
-        X_BF16=int(dtype == torch.bfloat16), THREADS=threads,
+        X_BF16=int(dtype == torch.bfloat16), THREADS=_threads(heads, pages.rope_dim),
     )  # fmt: skip

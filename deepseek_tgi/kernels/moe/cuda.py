@@ -23,9 +23,9 @@ from deepseek_tgi.kernels.common import ACTIVATIONS
 from deepseek_tgi.kernels.cuda.machine import Machine, machine_of
 from deepseek_tgi.kernels.moe import PackedExperts, check_moe
 from deepseek_tgi.kernels.moe import cuda_experts as packed
-from deepseek_tgi.kernels.moe.cuda_experts import CudaExperts, Cuts, most_groups
-from deepseek_tgi.kernels.moe.layer import LayerKernels, Step
-from deepseek_tgi.kernels.moe.shape import LayerShape, OneWay, StreamWay
+from deepseek_tgi.kernels.moe.cuda_experts import CudaExperts
+from deepseek_tgi.kernels.moe.layer import LayerKernels, Sorted, Step
+from deepseek_tgi.kernels.moe.shape import LayerShape, StreamWay
 from deepseek_tgi.kernels.moe.tiles import hold_int4
 
 if TYPE_CHECKING:
@@ -59,31 +59,37 @@ class CudaMoe:
         check_moe(x, ids, weights, experts, out, dtypes=ACTIVATIONS)
         assert isinstance(experts, CudaExperts), "packed by another set of kernels"
         step = Step(x if x.dtype is torch.bfloat16 else x.bfloat16(), ids, weights, out)
-        if not len(x):
+        tokens = x.shape[0]
+        if not tokens:
             return
         if experts.dense is not None:
-            for first in range(0, len(x), packed.MOST_TOKENS):
+            for first in range(0, tokens, packed.MOST_TOKENS):
                 _grouped(step.rows(slice(first, first + packed.MOST_TOKENS)), experts.num_experts, experts.dense)
             return
-        most = min(len(x), packed.MOST_TOKENS)
+        most = min(tokens, packed.MOST_TOKENS)
         if scratch is None:
             scratch = torch.empty(experts.scratch_floats(most, ids.shape[1]), device=x.device)
-        for first in range(0, len(x), most):
+        if most == tokens:
+            self._tiled(step, experts, scratch)
+            return
+        for first in range(0, tokens, most):
             self._tiled(step.rows(slice(first, first + most)), experts, scratch)
 
     def _tiled(self, step: Step, experts: CudaExperts, scratch: torch.Tensor) -> None:
         assert experts.gate_up is not None
         assert experts.down is not None
-        kernels = self._of_layer(experts, step.ids.shape[1])
-        parts = Cuts.of(experts, *step.ids.shape).cut(scratch)
-        way = kernels.shape.way(len(step.x), self._machine)
-        if isinstance(way, OneWay):
-            kernels.run_one(step, experts.gate_up, experts.down, parts.gated, way)
+        tokens, top_k = step.ids.shape
+        kernels: LayerKernels | None = experts.kernels.get(top_k)
+        if kernels is None or kernels.machine is not self._machine:
+            kernels = experts.kernels[top_k] = self._of_layer(experts, top_k)
+        cuts, way = kernels.plan(experts, tokens)
+        parts = cuts.cut(scratch)
+        if isinstance(way, Sorted):
+            kernels.run_many(step, experts.gate_up, experts.down, parts, way)
         elif isinstance(way, StreamWay):
             kernels.run_stream(step, experts.gate_up, experts.down, parts, way)
         else:
-            how = way, most_groups(experts, len(step.x), step.ids.shape[1], way.rows)
-            kernels.run_many(step, experts.gate_up, experts.down, parts, how)
+            kernels.run_one(step, experts.gate_up, experts.down, parts.gated, way)
 
     def _of_layer(self, experts: CudaExperts, top_k: int) -> LayerKernels:
         assert experts.gate_up is not None

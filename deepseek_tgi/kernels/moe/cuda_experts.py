@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from deepseek_tgi.kernels.common import Int4Tensors, PackedInt4
+from deepseek_tgi.kernels.common import Int4Tensors, PackedInt4, describe, refuse
 from deepseek_tgi.kernels.moe import Expert, PackedExperts
 from deepseek_tgi.kernels.moe.tiles import (
     CHUNK,
@@ -32,10 +33,12 @@ class CudaExperts(PackedExperts):
     """A layer's experts for this set: codes in tiles if they are all INT4 of one group size, else bfloat16.
 
     Matrices are the routed experts' in order, then the shared expert's pieces. `inner` is the width of one, padded.
+    `kernels` are those that the last calls took, by their numbers of choices.
     """
 
     def __init__(self, experts: Sequence[Expert], shared: Expert | None = None) -> None:
         super().__init__(experts, shared)
+        self.kernels: dict[int, Any] = {}
         self.num_experts = len(self.experts)
         widest = max(expert.inner_size for expert in self.experts)
         self.inner = padded(widest, CHUNK)
@@ -139,22 +142,25 @@ class Cuts:
         return sum(padded(n, 16) for n in (self.pairs, 3 * self.tiles + 1, self.gated, self.products))
 
     def cut(self, scratch: torch.Tensor) -> Parts:
-        """The parts of `scratch`."""
-        sizes = [padded(n, 16) for n in (self.pairs, 3 * self.tiles + 1, self.gated, self.products)]
-        order, tiles, gated, products = torch.split(scratch[: self.floats], sizes)
-        lists = tiles.view(torch.int32)
-        return Parts(order.view(torch.int32), lists[1:], lists[:1], gated.view(torch.bfloat16), products)
+        """The parts of `scratch`, dense float32. Raises `GenerationError` if it is too short for them."""
+        if scratch.numel() < self.floats or scratch.dtype is not torch.float32:
+            refuse(f"moe: got {describe('scratch', scratch)}, expected {self.floats} float32")
+        total = scratch.data_ptr() + 4 * padded(self.pairs, 16)
+        gated = total + 4 * padded(3 * self.tiles + 1, 16)
+        return Parts(scratch.data_ptr(), total + 4, total, gated, gated + 4 * padded(self.gated, 16))
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """`order`, `tiles`, `total` int32, `gated` bfloat16, `products` float32; see `sources/moe.cu`."""
+    """Addresses in a call's scratch: of `order`, `tiles`, `total` int32, `gated` bfloat16, `products` float32; see
+    `sources/moe.cu`. Tensors would take longer to make than kernels to launch.
+    """
 
-    order: torch.Tensor
-    tiles: torch.Tensor
-    total: torch.Tensor
-    gated: torch.Tensor
-    products: torch.Tensor
+    order: int
+    tiles: int
+    total: int
+    gated: int
+    products: int
 
 
 def sorted_rows(expected: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from deepseek_tgi.kernels.frame import PlacedFrame
 from deepseek_tgi.kernels.paged_attention import PagedAttention, check_paged_attention
 from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kernels.precision import int4_group
+from deepseek_tgi.kernels.seen import Seen
 from deepseek_tgi.kernels.select import KernelSet
+from deepseek_tgi.kernels.triton_launch import TritonLaunches
 from deepseek_tgi.kernels.triton_use import triton_unfit
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,9 @@ MODES = {"bfloat16": 0, "float16": 1, "int8": 2, "fp8_e4m3fn": 3, "int4": 4}
 LARGEST_HEAD = 256
 UNPACKED_BYTES = 512 << 20
 """Quantised contexts of prompts are read into bfloat16 once, if they take no more than this."""
+_UNPACKED_TOKENS = 32
+"""Of a program that unpacks."""
+_LEAST_NUMBERS = 4096
 
 
 def provide(kernels: KernelSet) -> KernelSet:
@@ -44,6 +49,10 @@ class TiledAttention:
         self._unpacked_bytes = unpacked_bytes
         self._interpreted = interpreted
         self._said: set[str] = set()
+        self._ways: dict[object, Way] = {}
+        self._checked: Seen[bool] = Seen()
+        self._ordered: torch.Tensor | None = None
+        self._kernels: tuple[TritonLaunches, TritonLaunches] | None = None
 
     def __call__(
         self,
@@ -56,7 +65,11 @@ class TiledAttention:
         placed: PlacedFrame | None = None,
     ) -> torch.Tensor:
         """See the contract."""
-        check_paged_attention(q, pages, inputs, out, placed, dtypes=ACTIVATIONS)
+        operands = (q, inputs.cu_seqlens, inputs.block_tables, inputs.cache_lens, *(() if out is None else (out,)))
+        like = pages.kept(_shape), inputs.max_context
+        if placed is not None or self._checked.of(operands, like) is None:
+            check_paged_attention(q, pages, inputs, out, placed, dtypes=ACTIVATIONS)
+            self._checked.note(True, operands, like)
         y = q.new_empty((*q.shape[:2], pages.v_dim)) if out is None else out
         unfit = None
         if pages.mode not in MODES:
@@ -82,67 +95,139 @@ class TiledAttention:
         scale: float,
         placed: PlacedFrame | None,
     ) -> None:
-        from deepseek_tgi.kernels.paged_attention.tile_kernel import paged_tile
-
         ratio, batch = q.shape[1] // pages.num_heads, inputs.cache_lens.shape[0]
-        centre, cos_sin = None, None
+        centre, cos_sin, rotary = None, None, 0
         if pages.quantised and placed is not None and placed.frame.centre is not None:
             centre, cos_sin = placed.frame.centre, placed.cos_sin
-        rotary = 0 if cos_sin is None else cos_sin.shape[1]
-        tables, rest, unpacked = inputs.block_tables, None, None
-        if pages.quantised and inputs.max_seqlen > 1:
-            unpacked = self._unpack(pages, inputs, centre, cos_sin)
-        if unpacked is not None:
-            pages, tables, rest = unpacked
-            centre, cos_sin, rotary = None, None, 0
-        constants = tile_constants(pages, ratio, rotary)
-        cut = tile_shape(
-            pages, None if inputs.max_seqlen > 1 else ratio, centred=centre is not None, parts=1 + (rest is not None)
-        )
-        rows = cut["BM"]
+            rotary = cos_sin.shape[1]
+        prompts = inputs.max_seqlen > 1
+        page, room = 0, 0
+        if pages.quantised and prompts:
+            page = _page_bytes(pages, centred=centre is not None)
+            room = batch * -(-inputs.max_context // pages.block_size) * page
+        unpacked = 0 < room <= self._unpacked_bytes
+        key = pages.kept(_shape), ratio, rotary, prompts, unpacked
+        way = self._ways.get(key)
+        if way is None:
+            way = self._ways[key] = _way(pages, ratio, rotary, prompts=prompts, unpacked=unpacked)
+        if unpacked:
+            plain = torch.empty(room, dtype=torch.uint8, device=q.device)
+            self._unpack((plain, page), pages, inputs, (centre, cos_sin), (way, key))
+            k_bytes, v_bytes = way.unpacked_bytes
+            stores: Stores = (plain, plain[k_bytes + v_bytes :] if rotary else None, plain[k_bytes:], None, None, page)
+            blocks = -(-inputs.max_context // pages.block_size)
+            tables, columns = self._numbers(batch * blocks, q.device), blocks
+            centre, cos_sin = None, None
+        else:
+            k, v, k_scale, v_scale = pages.kept(_bytes)
+            stores = (k, None, v, k_scale, v_scale, pages.k.stride(0) * pages.k.element_size())
+            tables, columns = inputs.block_tables, inputs.block_tables.stride(0)
+        rows = way.cut["BM"]
         tiles = min(-(-q.shape[0] * ratio // rows) + batch, batch * -(-inputs.max_seqlen * ratio // rows))
-        paged_tile[tiles, pages.num_heads](
-            q, q.stride(0), _bytes(pages.k), _bytes(rest), _bytes(pages.v), _bytes(pages.k_scale),
-            _bytes(pages.v_scale), pages.k.stride(0) * pages.k.element_size(), tables, tables.stride(0),
-            inputs.cu_seqlens, inputs.cache_lens, batch, scale, out, centre, cos_sin, **constants, **cut,
-            REST=rest is not None, UPCAST=self._interpreted,
+        tile, _ = self._compiled()
+        tile(
+            (tiles, pages.num_heads, 1),
+            (
+                q, q.stride(0), *stores, tables, columns, inputs.cu_seqlens, inputs.cache_lens, batch, scale, out,
+                centre, cos_sin,
+            ),
+            way.constants | {"UPCAST": self._interpreted}, way.options, key,
         )  # fmt: skip
 
     def _unpack(
-        self, pages: LayerPages, inputs: ForwardInputs, centre: torch.Tensor | None, cos_sin: torch.Tensor | None
-    ) -> tuple[LayerPages, torch.Tensor, torch.Tensor | None] | None:
-        """The step's contexts in bfloat16, the table of their pages, and rests of keys if their centre was put back.
-
-        None if that is too much memory.
+        self,
+        made: tuple[torch.Tensor, int],
+        pages: LayerPages,
+        inputs: ForwardInputs,
+        centred: tuple[torch.Tensor | None, torch.Tensor | None],
+        known: tuple[Way, object],
+    ) -> None:
+        """Write the step's contexts in bfloat16 into `made`, memory and the bytes of its pages, one after the other;
+        with each the rests of its keys if their centre was put back.
         """
-        from deepseek_tgi.kernels.paged_attention.tile_kernel import unpack_pages
-
-        heads, size, k_dim, v_dim = pages.num_heads, pages.block_size, pages.k_dim, pages.v_dim
-        batch, blocks = inputs.cache_lens.shape[0], -(-inputs.max_context // size)
-        page = -(-2 * heads * size * (k_dim + v_dim + (0 if centre is None else k_dim)) // 16) * 16
-        if batch * blocks * page > self._unpacked_bytes:
-            return None
-        device = pages.k.device
-        plain = torch.empty(batch * blocks * page, dtype=torch.uint8, device=device)
-        constants = tile_constants(pages, 1, 0 if cos_sin is None else cos_sin.shape[1])
-        names: tuple[str, ...] = ("MODE", "BLOCK", "CENTRE", "ROTARY", "MARK")
-        names += tuple(f"{key}{x}" for key in ("D", "P", "GROUP_", "SIZE_", "TURN_") for x in "KV")
-        unpack_pages[-(-inputs.max_context // 32), heads, batch](
-            _bytes(pages.k), _bytes(pages.v), _bytes(pages.k_scale), _bytes(pages.v_scale),
-            pages.k.stride(0) * pages.k.element_size(), inputs.block_tables, inputs.block_tables.stride(0),
-            inputs.cu_seqlens, inputs.cache_lens, centre, cos_sin, plain, page, blocks,
-            **{name: constants[name] for name in names}, BN=32, UPCAST=self._interpreted,
+        way, key = known
+        k, v, k_scale, v_scale = pages.kept(_bytes)
+        tables, blocks = inputs.block_tables, -(-inputs.max_context // pages.block_size)
+        _, unpack = self._compiled()
+        unpack(
+            (-(-inputs.max_context // _UNPACKED_TOKENS), pages.num_heads, inputs.cache_lens.shape[0]),
+            (
+                k, v, k_scale, v_scale, pages.k.stride(0) * pages.k.element_size(), tables, tables.stride(0),
+                inputs.cu_seqlens, inputs.cache_lens, *centred, *made, blocks,
+            ),
+            way.unpacking | {"BN": _UNPACKED_TOKENS, "UPCAST": self._interpreted}, {}, key,
         )  # fmt: skip
-        wide, count = plain.view(torch.bfloat16), batch * blocks
 
-        def part(start: int, width: int) -> torch.Tensor:
-            return wide.as_strided(
-                (count, heads, size, width), (page // 2, size * width, width, 1), heads * size * start
-            )
+    def _compiled(self) -> tuple[TritonLaunches, TritonLaunches]:
+        """The kernel that attends and the one that unpacks; Triton is imported where one is launched."""
+        if self._kernels is None:
+            from deepseek_tgi.kernels.paged_attention.tile_kernel import paged_tile, unpack_pages
 
-        tables = torch.arange(count, dtype=torch.int32, device=device).view(batch, blocks)
-        rest = None if centre is None else part(k_dim + v_dim, k_dim)
-        return LayerPages(part(0, k_dim), part(k_dim, v_dim), None, None, "bfloat16", size), tables, rest
+            self._kernels = TritonLaunches(paged_tile), TritonLaunches(unpack_pages)
+        return self._kernels
+
+    def _numbers(self, count: int, device: torch.device) -> torch.Tensor:
+        """0, 1, 2 ... up to `count` or beyond: a table of pages that lie in order."""
+        if self._ordered is None or self._ordered.shape[0] < count or self._ordered.device != device:
+            self._ordered = torch.arange(max(2 * count, _LEAST_NUMBERS), dtype=torch.int32, device=device)
+        return self._ordered
+
+
+Stores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]
+"""Keys, their rests, values, scales of both, bytes from a page to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How steps over pages of one shape are read: constants of the kernel that attends, with its cut and options, and
+    of the one that unpacks, with the bytes of keys and of values in a page of what it makes.
+    """
+
+    constants: dict[str, Any]
+    cut: dict[str, int]
+    options: dict[str, int]
+    unpacking: dict[str, Any]
+    unpacked_bytes: tuple[int, int]
+
+
+def _way(pages: LayerPages, ratio: int, rotary: int, *, prompts: bool, unpacked: bool) -> Way:
+    stored = tile_constants(pages, 1, rotary)
+    names: tuple[str, ...] = ("MODE", "BLOCK", "CENTRE", "ROTARY", "MARK")
+    names += tuple(f"{key}{x}" for key in ("D", "P", "GROUP_", "SIZE_", "TURN_") for x in "KV")
+    heads, size, rest = pages.num_heads, pages.block_size, unpacked and rotary > 0
+    if unpacked:
+        k, v = (
+            torch.empty(0, heads, size, dim, dtype=torch.bfloat16, device="meta") for dim in (pages.k_dim, pages.v_dim)
+        )
+        pages, rotary = LayerPages(k, v, None, None, "bfloat16", size), 0
+    centred, parts = rotary > 0, 1 + rest
+    cut = tile_shape(pages, None if prompts else ratio, centred=centred, parts=parts)
+    return Way(
+        constants=tile_constants(pages, ratio, rotary) | {"BM": cut["BM"], "BN": cut["BN"], "REST": rest},
+        cut=cut,
+        options={name: cut[name] for name in ("num_warps", "num_stages")},
+        unpacking={name: stored[name] for name in names},
+        unpacked_bytes=(2 * heads * size * pages.k_dim, 2 * heads * size * pages.v_dim),
+    )
+
+
+def _page_bytes(pages: LayerPages, *, centred: bool) -> int:
+    """Of a page in bfloat16, with the rests of its keys if they are `centred`."""
+    elements = pages.k_dim + pages.v_dim + (pages.k_dim if centred else 0)
+    return -(-2 * pages.num_heads * pages.block_size * elements // 16) * 16
+
+
+def _shape(pages: LayerPages) -> tuple[object, ...]:
+    """What of pages decides how they are read."""
+    marks = None if pages.k_scale is None else (pages.k_scale.dtype, pages.k_scale.shape[3])
+    return pages.mode, pages.num_heads, pages.k_dim, pages.v_dim, pages.block_size, marks
+
+
+def _bytes(pages: LayerPages) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Its parts as the kernels take them, whatever they hold."""
+    scales = (None if scale is None else scale.view(torch.uint8) for scale in (pages.k_scale, pages.v_scale))
+    k_scale, v_scale = scales
+    return pages.k.view(torch.uint8), pages.v.view(torch.uint8), k_scale, v_scale
 
 
 def tile_constants(pages: LayerPages, ratio: int, rotary: int) -> dict[str, Any]:
@@ -174,7 +259,3 @@ def tile_shape(pages: LayerPages, rows: int | None, *, centred: bool, parts: int
 
 def _padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
-
-
-def _bytes(store: torch.Tensor | None) -> torch.Tensor | None:
-    return None if store is None else store.view(torch.uint8)

@@ -16,6 +16,7 @@ from deepseek_tgi.kernels.paged_attention.cuda import NewHeads, PagedAttentionOp
 from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kernels.qkv_attention import HeadNorms, QkvAttention
 from deepseek_tgi.kernels.qkv_attention.composed import ComposedQkvAttention
+from deepseek_tgi.kernels.seen import Seen
 from deepseek_tgi.kernels.select import KernelSet
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class QkvAttentionOp:
         self._writer = writer
         self._attention = attention
         self._others = others
+        self._checked: Seen[bool] = Seen()
 
     def __call__(
         self,
@@ -56,7 +58,10 @@ class QkvAttentionOp:
             return self._others(
                 q, k, v, pages, inputs, cos_sin=cos_sin, scale=scale, out=out, head_norms=head_norms, frame=frame
             )
-        _check((q, k, v, cos_sin), pages, inputs)
+        operands = q, k, v, cos_sin, inputs.positions, inputs.slots
+        if self._checked.of(operands, pages.kept(_shape)) is None:
+            _check((q, k, v, cos_sin), pages, inputs)
+            self._checked.note(True, operands, pages.kept(_shape))
         placed = None if frame is None else PlacedFrame(frame, inputs.positions, cos_sin)
         if placed is not None:
             check_frame("qkv_attention", pages, placed)
@@ -70,6 +75,11 @@ class QkvAttentionOp:
         turns = Turns(inputs.positions, cos_sin, rotates=True)
         self._writer(q, k, v, pages, inputs.slots, turns=turns, norms=norms, frame=frame)
         return self._attention(q, pages, inputs, scale, out, placed=placed)
+
+
+def _shape(pages: LayerPages) -> tuple[int, int, int]:
+    """What of pages operands must go with."""
+    return pages.num_heads, pages.k_dim, pages.v_dim
 
 
 def _check(operands: tuple[torch.Tensor, ...], pages: LayerPages, inputs: ForwardInputs) -> None:

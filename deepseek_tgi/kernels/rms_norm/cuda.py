@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 THREADS = (64, 128, 256, 512)
 RUN = 8
 """Elements a thread reads at once."""
+_BOUNDARY_BYTES = 16
 
 
 def provide(kernels: KernelSet) -> KernelSet:
@@ -31,6 +32,7 @@ class CudaRmsNorm:
     def __init__(self, programs: Programs, activation: torch.dtype) -> None:
         self._programs = programs
         self._activation = activation
+        self._kernels: dict[tuple[int, torch.dtype, torch.dtype, bool], tuple[Kernel, int]] = {}
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
@@ -50,25 +52,28 @@ class CudaRmsNorm:
         rows, width = x.shape
         if not rows:
             return
-        runs = 0
+        x_row, out_row = x.stride(0), out.stride(0)
+        places = x.data_ptr() | weight.data_ptr() | out.data_ptr()
+        steps = x_row * x.element_size() | out_row * out.element_size()
+        in_runs = not (width % RUN or (places | steps) % _BOUNDARY_BYTES)
+        key = width, x.dtype, out.dtype, in_runs
+        found = self._kernels.get(key)
+        if found is None:
+            found = self._kernels[key] = self._kernel(width, x.dtype, out.dtype, in_runs)
+        kernel, threads = found
+        kernel((rows, 1, 1), threads, (x, x_row, weight, eps, out, out_row, width), overlap=True)
+
+    def _kernel(self, width: int, given: torch.dtype, made: torch.dtype, in_runs: bool) -> tuple[Kernel, int]:
+        """The kernel and its threads; `in_runs` where every row begins on a boundary and is of whole runs."""
+        runs, narrow = 0, torch.bfloat16
         threads = THREADS[-1] if width > 1024 else THREADS[1]
-        if width % RUN == 0 and all(_on_boundaries(tensor) for tensor in (x, weight, out)):
+        if in_runs:
             threads = next((count for count in THREADS if count * RUN >= width), THREADS[-1])
             runs = -(-width // (threads * RUN))
-        arguments = (x, x.stride(0), weight, eps, out, out.stride(0), width)
-        self._kernel(x.dtype, out.dtype, threads, runs)((rows, 1, 1), threads, arguments, overlap=True)
-
-    def _kernel(self, given: torch.dtype, made: torch.dtype, threads: int, runs: int) -> Kernel:
-        narrow = torch.bfloat16
-        return self._programs.kernel(
+        kernel = self._programs.kernel(
             spec(
                 "rms_norm", "rms_norm", "plpfpli",
                 THREADS=threads, RUNS=runs, X_BF16=int(given is narrow), OUT_BF16=int(made is narrow),
             )
         )  # fmt: skip
-
-
-def _on_boundaries(tensor: torch.Tensor) -> bool:
-    """True if every row begins on a 16-byte boundary."""
-    size = tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and (tensor.dim() == 1 or tensor.stride(0) * size % 16 == 0)
+        return kernel, threads
