@@ -47,6 +47,8 @@ class WideShape:
     sharers: int = 1
 
     def __post_init__(self) -> None:
+        assert self.cluster in _CLUSTERS, f"{self}: no such cluster"
+        assert self.sharers in _CLUSTERS, f"{self}: no such number of sharers"
         assert self.cluster * self.sharers <= 8, f"{self}: no cluster has more blocks everywhere"
         assert self.tokens % (self.sharers * 8) == 0, f"{self}: a part of a panel is whole lots of eight lines"
         assert self.warpgroups in _WARPGROUPS.get(self.tokens, ()), f"{self}: no such width, or too many sums"
