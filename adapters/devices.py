@@ -27,9 +27,8 @@ def resolve_device(wish: str, rank: int = 0, world_size: int = 1) -> torch.devic
         return torch.device("cuda", first + rank)
     if wish == "auto":
         return torch.device("cpu")
-    raise ConfigError(
-        f"device: got {wish} for {world_size} ranks, and torch {torch.__version__} sees {found} CUDA devices"
-    )
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    raise ConfigError(f"device: got {wish} for {ranks}, and torch {torch.__version__} sees {found} CUDA devices")
 
 
 def computing_on(device: torch.device) -> AbstractContextManager[object]:

@@ -111,6 +111,8 @@ def plan_shards(config: ModelConfig, world_size: int) -> ShardPlan:
 
     Raises: `ConfigError` naming each tensor that cannot be split so, its width, its grid and what would work.
     """
+    if world_size < 1:
+        raise ConfigError(f"num_shard: got {world_size}, expected at least 1")
     needs = _needs(config)
     axes = _deal_all(config, needs, world_size)
     refused = [axis for axis in needs if axis not in axes]

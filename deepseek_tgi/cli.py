@@ -306,6 +306,7 @@ def _quantize(parsed: argparse.Namespace) -> int:
 
 
 def _tune(parsed: argparse.Namespace) -> int:
+    from deepseek_tgi.adapters.devices import resolve_device
     from deepseek_tgi.errors import ConfigError
     from deepseek_tgi.kernels.int4_linear import tune
 
@@ -317,7 +318,8 @@ def _tune(parsed: argparse.Namespace) -> int:
     if not shapes:
         raise ConfigError("tune: no INT4 weight to measure; give --model-id of a model that has some, or --weight")
     rows = tune.parse_rows(parsed.rows)
-    path, lines = tune.run(parsed.device, sorted(set(shapes)), rows, parsed.out, progress=sys.stderr.isatty())
+    device = resolve_device(parsed.device)
+    path, lines = tune.run(device, sorted(set(shapes)), rows, parsed.out, progress=sys.stderr.isatty())
     for line in lines:
         print(line)
     print(f"wrote {path}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepseek_tgi import cli
-from deepseek_tgi.errors import ConfigError
+from deepseek_tgi.errors import ConfigError, ResourceError
 from deepseek_tgi.kernels.int4_linear import choice, layout, stream, tune, wide
 from deepseek_tgi.kernels.int4_linear.choice import Chooser, Table, read_table, write_table
 from deepseek_tgi.kernels.int4_linear.panel import PanelShape
@@ -196,6 +196,29 @@ def test_tuning_without_a_gpu_or_without_weights_says_so(capsys: pytest.CaptureF
     assert "expected an NVIDIA GPU" in capsys.readouterr().err
     assert cli.main(["tune"]) == 2
     assert "no INT4 weight to measure" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--weight", "64x128", "--device", "banana"], "device: got 'banana', expected auto, cpu, cuda or cuda:N"),
+        (["--weight", "64x128", "--device", "cuda:999"], "device: got cuda:999 for 1 rank, and torch"),
+        (["--model-id", "demo", "--num-shard", "0"], "num_shard: got 0, expected at least 1"),
+        (["--model-id", "demo", "--num-shard", "-1"], "num_shard: got -1, expected at least 1"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_what_cannot_be_tuned_is_refused_by_name(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["tune", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_table_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ResourceError, match=r"file/t\.json: cannot be written: "):
+        write_table(tmp_path / "file" / "t.json", {}, {})
 
 
 def test_shipped_tables_read() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from deepseek_tgi.errors import ResourceError
 from deepseek_tgi.kernels.compiler import cache_folder
 from deepseek_tgi.kernels.cuda.program import SOURCE_FOLDER
 from deepseek_tgi.kernels.int4_linear import panel, stream, wide
@@ -164,7 +165,7 @@ def read_table(path: Path) -> Table | None:
 
 
 def write_table(path: Path, weights: Mapping[str, Mapping[int, Choice]], about: Mapping[str, str]) -> None:
-    """Write a table whole; `about` says where it was measured."""
+    """Write a table whole; `about` says where it was measured. Raises `ResourceError` for a path that cannot be."""
     content = {
         **about,
         "weights": {
@@ -172,10 +173,13 @@ def write_table(path: Path, weights: Mapping[str, Mapping[int, Choice]], about: 
             for key, steps in sorted(weights.items())
         },
     }
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(content, indent=1) + "\n")
-    draft.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(content, indent=1) + "\n")
+        draft.replace(path)
+    except OSError as error:
+        raise ResourceError(f"kernel table {path}: cannot be written: {error.strerror}") from error
 
 
 def _to_json(choice: Choice) -> dict[str, int | str]:

@@ -42,7 +42,7 @@ class StreamShape:
 
     def __post_init__(self) -> None:
         assert min(self.row_tiles, self.split, self.warps, self.blocks) > 0, f"{self}: there is nothing to do"
-        assert self.warps <= _MOST_WARPS, f"{self}: a block has no so many"
+        assert self.warps <= _MOST_WARPS, f"{self}: a block has not so many"
         assert self.cluster in _CLUSTER_RATING, f"{self}: there are no such clusters"
         assert self.warps % (self.team * self.split) == 0, f"{self}: warps are not whole columns"
         assert self.row_tiles == 1 or not self.together, f"{self}: four warps take four tiles"

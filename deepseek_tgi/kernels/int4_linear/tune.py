@@ -70,17 +70,17 @@ def parse_rows(text: str | None) -> tuple[int, ...]:
 
 
 def run(
-    device: str, shapes: Sequence[Wanted], rows: Sequence[int], out: Path | None, *, progress: bool
+    where: torch.device, shapes: Sequence[Wanted], rows: Sequence[int], out: Path | None, *, progress: bool
 ) -> tuple[Path, list[str]]:
     """Measure every shape and write the table, adding to what it holds; its path, and a line for each shape.
 
-    Raises `ConfigError` where there is no such GPU or its kernels cannot be had.
+    Raises `ConfigError` where that is no GPU or its kernels cannot be had, `ResourceError` for a table that cannot be
+    written, before anything is measured.
     """
     from tqdm import tqdm
 
-    where = torch.device(device)
-    if where.type != "cuda" or not torch.cuda.is_available():
-        raise ConfigError(f"tune: got device {device}, expected an NVIDIA GPU that torch can use")
+    if where.type != "cuda":
+        raise ConfigError(f"tune: got device {where}, expected an NVIDIA GPU that torch can use")
     try:
         machine = machine_of(where)
     except BuildError as error:
@@ -89,6 +89,7 @@ def run(
     path = out or user_table(where)
     old = read_table(path)
     weights: dict[str, dict[int, Choice]] = {key: dict(steps) for key, steps in (old.weights if old else {}).items()}
+    write_table(path, weights, about(where))
     lines = []
     with torch.cuda.device(where), tqdm(total=len(shapes) * len(rows), disable=not progress, unit="size") as bar:
         for wanted in shapes:
