@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepseek_tgi.adapters.layers.linear import Linear
+from deepseek_tgi.adapters.layers.linear import DenseLinear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
 from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, floats_of
 from deepseek_tgi.adapters.layers.partial import PartialSum
@@ -21,7 +21,7 @@ class MoeWeights:
     """The tensors of one part. `bias [E]` corrects the choice of experts (V3)."""
 
     norm: RmsNorm
-    gate: Linear
+    gate: DenseLinear
     bias: torch.Tensor | None
     experts: PackedExperts
 
@@ -38,6 +38,7 @@ class Moe(Part):
         self._routing = spec.routing
         self._weights = weights
         self._route = source.kernels.route
+        self._choose = source.kernels.choose_experts
         self._moe = source.kernels.moe
         self._sum = PartialSum(source.group)
         top_k = spec.routing.top_k
@@ -92,9 +93,15 @@ class Moe(Part):
         """See `Part`."""
         normed, logits, ids, weights, rest = buffers
         w = self._weights
-        w.norm(hidden, normed)
-        w.gate(normed, None, logits)
-        self._route(logits, w.bias, self._routing, (ids, weights))
+        if self._choose is None:
+            w.norm(hidden, normed)
+            w.gate(normed, None, logits)
+            self._route(logits, w.bias, self._routing, (ids, weights))
+        else:
+            self._choose(
+                hidden, w.gate.weight, self._routing, norm_weight=w.norm.weight, eps=w.norm.eps, bias=w.bias,
+                normed=normed, logits=logits, out=(ids, weights),
+            )  # fmt: skip
         parts = self._sum.begin(hidden)
         self._moe(normed, ids, weights, w.experts, parts, scratch=rest)
         self._sum.end(hidden, parts)

@@ -38,6 +38,7 @@ CUDA_PROVIDERS: tuple[str, ...] = (
     "deepseek_tgi.kernels.int4_linear.cuda",
     "deepseek_tgi.kernels.int4_linear.cuda_fused",
     "deepseek_tgi.kernels.dense_linear.cuda",
+    "deepseek_tgi.kernels.expert_choice.cuda",
     "deepseek_tgi.kernels.kv_write.cuda",
     "deepseek_tgi.kernels.paged_attention.cuda",
     "deepseek_tgi.kernels.qkv_attention.cuda",

@@ -12,6 +12,7 @@ from deepseek_tgi.errors import ConfigError
 from deepseek_tgi.kernels.common import ComputeDtype
 from deepseek_tgi.kernels.dense_linear import DenseLinear, PackDense, PackFp8
 from deepseek_tgi.kernels.embedding import Embedding
+from deepseek_tgi.kernels.expert_choice import ChooseExperts
 from deepseek_tgi.kernels.int4_linear import Int4Linear, NormInt4Linear, PackInt4, SiluInt4Linear
 from deepseek_tgi.kernels.kv_write import KvWrite
 from deepseek_tgi.kernels.latent_attention import LatentAttention, PackUp
@@ -73,6 +74,8 @@ class KernelSet:
     moe: Moe
     hold_int4: PackInt4 | None = None
     """How INT4 weights of experts are held until `pack_experts` takes them; None: as `pack_int4` packs them."""
+    choose_experts: ChooseExperts | None = None
+    """`rms_norm`, a router's exact product and `route` in one call, where the set has that."""
 
 
 def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> KernelSet:

@@ -5,6 +5,7 @@
 // it can).
 #pragma once
 
+#include <algorithm>
 #include <cassert>
 #include <cmath>
 #include <cstdint>
@@ -467,6 +468,7 @@ static inline words4 load_once(const void* p) { return load_aligned<words4>(p); 
 static inline words2 load_once8(const void* p) { return load_aligned<words2>(p); }
 static inline u32 load_once4(const void* p) { return load_aligned<u32>(p); }
 static inline u16 load_once2(const void* p) { return load_aligned<u16>(p); }
+static inline words4 load_early(const void* p) { return load_aligned<words4>(p); }
 static inline u32 load_kept1(const void* p) { return load_aligned<u8>(p); }
 static inline u32 load_kept2(const void* p) { return load_aligned<u16>(p); }
 static inline words2 load_kept8(const void* p) { return load_aligned<words2>(p); }
@@ -542,6 +544,11 @@ static inline u32 warp_ballot(bool x) {
     for (int i = 0; i < emulation::WARP; i++) memcpy(c.out[i], &bits, 4);
   });
 }
+static inline u32 warp_most(u32 x) {
+  for (int mask = 16; mask; mask >>= 1) x = std::max(x, shuffle_xor(x, mask));
+  return x;
+}
+static inline u32 warp_least(u32 x) { return ~warp_most(~x); }
 static inline int count_bits(u32 x) { return __builtin_popcount(x); }
 static inline int first_bit(u32 x) { return __builtin_ffs(int(x)) - 1; }
 

@@ -9,6 +9,8 @@ from oracles.routing import route as written_out
 
 from deepseek_tgi.kernels.common import Int4Tensors, PackedInt4
 from deepseek_tgi.kernels.cuda.machine import machine_of
+from deepseek_tgi.kernels.dense_linear.cuda import CudaDense, DenseOps
+from deepseek_tgi.kernels.expert_choice.cuda import CudaChooseExperts, Parts, unfit
 from deepseek_tgi.kernels.moe import Expert
 from deepseek_tgi.kernels.moe.cuda import CudaMoe
 from deepseek_tgi.kernels.moe.cuda_experts import CudaExperts
@@ -129,13 +131,17 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize("name", GATES)
-def test_choices_equal_the_float64_restatement(name: str) -> None:
-    gate = GATES[name]
-    routing = Routing(
+def routing_of(gate: Gate) -> Routing:
+    return Routing(
         gate.n_routed_experts, gate.num_experts_per_tok, Scoring(gate.scoring_func), GroupRank(gate.topk_method),
         gate.n_group, gate.topk_group, gate.norm_topk_prob, gate.routed_scaling_factor,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_choices_equal_the_float64_restatement(name: str) -> None:
+    gate = GATES[name]
+    routing = routing_of(gate)
     logits, bias = torch.randn(300, gate.n_routed_experts) * 2, torch.randn(gate.n_routed_experts)
     op = CudaRoute(machine_of(torch.device("cuda:0")).programs)
     ids, weights = (t.cpu() for t in op(logits.cuda(), bias.cuda(), routing))
@@ -147,6 +153,56 @@ def test_choices_equal_the_float64_restatement(name: str) -> None:
             assert ids[row].tolist() == choice.ids
             assert torch.allclose(weights[row].double(), torch.tensor(choice.weights, dtype=torch.float64), rtol=2e-6)
     assert compared >= 285
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64])
+@pytest.mark.parametrize(
+    ("gate", "width", "together"),
+    [
+        (GATES["V2-Lite"], HIDDEN, True),
+        (Gate(64, 6, "sigmoid", "noaux_tc", 8, 3, True, 2.5), 1028, True),
+        (Gate(61, 5), 3076, True),
+        (GATES["V3"], 7168, False),
+    ],
+    ids=["V2-Lite", "limited", "odd", "V3"],
+)
+def test_norm_router_and_choice_in_one_launch(gate: Gate, width: int, together: bool, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    machine, routing = machine_of(torch.device("cuda:0")), routing_of(gate)
+    parts = Parts(
+        CudaRmsNorm(machine.programs, torch.bfloat16), DenseOps(machine).dense_linear, CudaRoute(machine.programs)
+    )
+    op = CudaChooseExperts(machine, parts)
+    assert (unfit(routing, width) is None) == together
+    weight = CudaDense(torch.randn(routing.num_experts, width, device="cuda") * width**-0.5)
+    hidden, norm = torch.randn(tokens, width, device="cuda") * 3, torch.rand(width, device="cuda") + 0.5
+    bias = torch.randn(routing.num_experts, device="cuda") * 0.1 if gate.topk_method == "noaux_tc" else None
+
+    def run() -> list[torch.Tensor]:
+        normed = torch.full((tokens, width), float("nan"), dtype=torch.bfloat16, device="cuda")
+        ids = torch.full((tokens, routing.top_k), -1, dtype=torch.int32, device="cuda")
+        weights = torch.full((tokens, routing.top_k), float("nan"), device="cuda")
+        op(
+            hidden, weight, routing, norm_weight=norm, eps=1e-6, bias=bias, normed=normed,
+            logits=torch.empty(tokens, routing.num_experts, device="cuda"), out=(ids, weights),
+        )  # fmt: skip
+        return [normed, ids, weights]
+
+    first = run()
+    assert all(map(torch.equal, first, run()))
+    wide = hidden.double()
+    wanted = wide / (wide.square().mean(1, keepdim=True) + 1e-6).sqrt() * norm.double()
+    assert ((first[0].double() - wanted).abs() <= wanted.abs() * 2**-8 * 1.01 + 1e-30).all()
+    logits = (first[0].double() @ weight.weight.double().t()).cpu().numpy()
+    compared = 0
+    for row in range(tokens):
+        choice = written_out(logits[row], None if bias is None else bias.double().cpu().numpy(), gate)
+        if choice.margin > 1e-5:
+            compared += 1
+            assert first[1][row].tolist() == choice.ids
+            made = torch.tensor(choice.weights, dtype=torch.float64)
+            assert torch.allclose(first[2][row].cpu().double(), made, rtol=1e-5)
+    assert compared >= 0.9 * tokens
 
 
 @pytest.mark.parametrize("width", [1536, 4096, 7168, 4100])

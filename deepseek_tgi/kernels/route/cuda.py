@@ -40,14 +40,16 @@ class CudaRoute:
         ids, weights = check_route(logits, bias, routing, out)
         tokens = len(logits)
         if tokens:
-            ranked = {GroupRank.NONE: 0, GroupRank.BEST: 1, GroupRank.BEST_TWO: 2}[routing.group_rank]
-            kernel = self._programs.kernel(
-                spec(
-                    "route", "route", "ppfppi", EXPERTS=routing.num_experts, TOP=routing.top_k,
-                    SIGMOID=int(routing.scoring is Scoring.SIGMOID), RANKED=ranked, GROUPS=routing.num_groups,
-                    KEPT=routing.top_groups, NORMALISE=int(routing.normalise),
-                )
-            )  # fmt: skip
+            kernel = self._programs.kernel(spec("route", "route", "ppfppi", **routing_macros(routing)))
             grid = (-(-tokens // TOKENS_A_BLOCK), 1, 1)
             kernel(grid, _LANES * TOKENS_A_BLOCK, (logits, bias, routing.scale, ids, weights, tokens), overlap=True)
         return ids, weights
+
+
+def routing_macros(routing: Routing) -> dict[str, int]:
+    """As `sources/route_token.cuh` names them."""
+    return {
+        "EXPERTS": routing.num_experts, "TOP": routing.top_k, "SIGMOID": int(routing.scoring is Scoring.SIGMOID),
+        "RANKED": {GroupRank.NONE: 0, GroupRank.BEST: 1, GroupRank.BEST_TWO: 2}[routing.group_rank],
+        "GROUPS": routing.num_groups, "KEPT": routing.top_groups, "NORMALISE": int(routing.normalise),
+    }  # fmt: skip

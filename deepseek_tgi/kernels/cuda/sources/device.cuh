@@ -211,6 +211,15 @@ DEVICE u16 load_once2(const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u16 %0, [%1];" : "=h"(r) : "l"(p));
   return r;
 }
+// Weights that are to be under way before wait_for_earlier: what a compiler takes for constant, it reads behind that.
+DEVICE words4 load_early(const void* p) {
+  words4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p)
+               : "memory");
+  return r;
+}
 // Small things that several loads share a line of.
 DEVICE u32 load_kept1(const void* p) {
   u16 r;
@@ -281,6 +290,9 @@ DEVICE T shuffle_xor(T x, int mask) {
   return __shfl_xor_sync(0xFFFFFFFFu, x, mask);
 }
 DEVICE u32 warp_ballot(bool x) { return __ballot_sync(0xFFFFFFFFu, x); }
+// The largest or the least of the warp's, in every lane.
+DEVICE u32 warp_most(u32 x) { return __reduce_max_sync(0xFFFFFFFFu, x); }
+DEVICE u32 warp_least(u32 x) { return __reduce_min_sync(0xFFFFFFFFu, x); }
 DEVICE int count_bits(u32 x) { return __popc(x); }
 DEVICE int first_bit(u32 x) { return __ffs(x) - 1; }
 
