@@ -60,6 +60,7 @@ class Mla(Part):
         self._weights = weights
         self._prepare = source.kernels.latent_prepare
         self._attend = source.kernels.latent_attention
+        self._whole = source.kernels.latent_layer
         self._form = source.latent_form
         self._scale = spec.qk_head_dim**-0.5 * softmax_factor(config.rope)
         self._heads = weights.up.num_heads
@@ -146,8 +147,16 @@ class Mla(Part):
             assert w.query_norm is not None, "both or neither"
             w.query.after_norm(low, w.query_norm, low_normed, rows)
         pages, norm = step.latent_pages(self._layer), w.latent_norm
-        self._prepare(q, latent, rope, pages, step.inputs, norm_weight=norm.weight, eps=norm.eps, cos_sin=step.cos_sin)
-        self._attend(q, pages, w.up, step.inputs, scale=self._scale, out=context, form=self._form)
+        if self._whole is not None:
+            self._whole(
+                q, latent, rope, pages, step.inputs, up=w.up, norm_weight=norm.weight, eps=norm.eps,
+                cos_sin=step.cos_sin, scale=self._scale, out=context, form=self._form,
+            )  # fmt: skip
+        else:
+            self._prepare(
+                q, latent, rope, pages, step.inputs, norm_weight=norm.weight, eps=norm.eps, cos_sin=step.cos_sin
+            )
+            self._attend(q, pages, w.up, step.inputs, scale=self._scale, out=context, form=self._form)
         w.output(context_rows, hidden, hidden)
 
 

@@ -44,6 +44,7 @@ CUDA_PROVIDERS: tuple[str, ...] = (
     "deepseek_tgi.kernels.qkv_attention.cuda",
     "deepseek_tgi.kernels.latent_prepare.cuda",
     "deepseek_tgi.kernels.latent_attention.cuda",
+    "deepseek_tgi.kernels.latent_layer.cuda",
 )
 """As `TRITON_PROVIDERS`, of CUDA C++."""
 OF_PARTS = ("norm_int4_linear", "silu_int4_linear", "qkv_attention", "latent_prepare", "moe")

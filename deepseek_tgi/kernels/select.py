@@ -16,6 +16,7 @@ from deepseek_tgi.kernels.expert_choice import ChooseExperts
 from deepseek_tgi.kernels.int4_linear import Int4Linear, NormInt4Linear, PackInt4, SiluInt4Linear
 from deepseek_tgi.kernels.kv_write import KvWrite
 from deepseek_tgi.kernels.latent_attention import LatentAttention, PackUp
+from deepseek_tgi.kernels.latent_layer import LatentLayer
 from deepseek_tgi.kernels.latent_prepare import LatentPrepare
 from deepseek_tgi.kernels.latent_write import LatentWrite
 from deepseek_tgi.kernels.moe import Moe, PackExperts
@@ -76,6 +77,8 @@ class KernelSet:
     """How INT4 weights of experts are held until `pack_experts` takes them; None: as `pack_int4` packs them."""
     choose_experts: ChooseExperts | None = None
     """`rms_norm`, a router's exact product and `route` in one call, where the set has that."""
+    latent_layer: LatentLayer | None = None
+    """`latent_prepare` and `latent_attention` in one call, where the set has that."""
 
 
 def _reference(compute_dtype: ComputeDtype, num_threads: int, reason: str) -> KernelSet:

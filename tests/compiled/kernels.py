@@ -32,7 +32,7 @@ WARPGROUP_MATRIX = r"HGMMA\..*"
 EARLY = {
     *("int4_stream", "int4_panel", "dense_rows", "moe_gate_up_one", "moe_down_one"),
     *("paged_decode", "latent_decode", "latent_wide", "latent_combine", "rms_norm"),
-    *("moe_gate_up_few", "moe_down_few", "expert_choice"),
+    *("moe_gate_up_few", "moe_down_few", "expert_choice", "latent_queries", "latent_ready", "latent_values"),
 }
 """Kernels that read weights, or a step's lengths, tables and older pages, before the kernel ahead of them has ended: it
 writes none of these, so they are read as constants or copied. In all others a read there was moved by the compiler."""

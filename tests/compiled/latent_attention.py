@@ -19,14 +19,16 @@ from compiled.kernels import (
 from deepseek_tgi.kernels.latent_attention.decode import (
     CUTS,
     MODES,
-    absorb_spec,
     combine_spec,
     decode_spec,
+    queries_spec,
+    values_spec,
     wide_spec,
 )
 from deepseek_tgi.kernels.latent_attention.expanded import HOPPER_TILE, TILE, tile_constants, unpack_spec
+from deepseek_tgi.kernels.latent_layer.cuda import ready_spec
 
-MATRIX = {"bfloat16": r"HMMA\.16816\.F32\.BF16"}
+MATRIX = {"bfloat16": MATRIX_BF16}
 OWN = {"bfloat16": r"LDSM\.16\.MT88\.4", "float16": r"LDSM\.16\.MT88\.4"}
 CUDA = [
     *(
@@ -42,7 +44,9 @@ CUDA = [
     ),
     CudaKernel(combine_spec("int8", CUTS["int8"], 16, 2), 64, archs=(HOPPER,)),
     CudaKernel(combine_spec("int8", CUTS["int8"], 16, 8, 128), 64),
-    CudaKernel(absorb_spec(128, 1), 128),
+    CudaKernel(queries_spec(128), 96, (WIDE_COPY, MATRIX_BF16, r"LDSM\.16\.MT88\.4")),
+    CudaKernel(values_spec(128, 128), 96, (WIDE_LOAD, MATRIX_BF16)),
+    CudaKernel(ready_spec("int8", 16, 128), 96, (WIDE_COPY, MATRIX_BF16)),
     *(CudaKernel(unpack_spec(mode, 16), 80, (WIDE_LOAD, r"STG\.E\.128.*")) for mode in MODES),
 ]  # fmt: skip
 

@@ -23,7 +23,7 @@ from deepseek_tgi.kernels.latent_write.plain import latent_write as plain_write
 from deepseek_tgi.kv.layout import KVMode, LatentLayout
 from deepseek_tgi.kv.pool import KVPool
 
-NOPE, VALUE = 16, 24
+NOPE, VALUE = 32, 48
 SCALE = 0.08
 QUANTISED = {"int8": oracle.int8, "fp8_e4m3fn": oracle.fp8, "int4": oracle.int4}
 EVERY_MODE = pytest.mark.parametrize("mode", MODES)
@@ -102,6 +102,36 @@ def test_many_heads_on_hopper(mode: str) -> None:
 
 def test_more_heads_than_a_tile_and_more_requests_than_blocks() -> None:
     attended("int8", 17, [1] * 4, [3, 0, 33, 17])
+
+
+@pytest.mark.parametrize("batch", [5, 16, 37])  # a tile of tokens, cut short or not, and some tiles
+def test_products_around_attention_of_several_requests(batch: int) -> None:
+    heads, nope, value = 3, 64, 48
+    g = torch.Generator().manual_seed(batch)
+    up = CudaUp(torch.randn(heads * (nope + value), RANK, generator=g) * RANK**-0.5, heads, nope)
+    q = torch.randn(batch, heads, ROPE + nope, generator=g).bfloat16()
+    decode = LatentDecode(EmulatedPrograms(), 2)
+    latent = decode.queries(q.transpose(0, 1)[..., ROPE:], up.rows)
+    wanted = torch.einsum("bhn,hnr->hbr", q[..., ROPE:].double(), up.keys.double())
+    assert latent.shape == (heads, batch, RANK)
+    assert (latent.double() - wanted).abs().max() < wanted.abs().max() * 2**-8
+    out = torch.full((batch, heads, value), float("nan"), dtype=torch.bfloat16)
+    decode.values(latent, up.rows, out)
+    wanted = torch.einsum("hbr,hvr->bhv", latent.double(), up.values.double())
+    assert (out.double() - wanted).abs().max() < wanted.abs().max() * 2**-8
+    alone = torch.empty(1, heads, value, dtype=torch.bfloat16)
+    decode.values(decode.queries(q[4:5].transpose(0, 1)[..., ROPE:], up.rows), up.rows, alone)
+    assert torch.equal(alone[0], out[4])
+
+
+def test_a_step_of_several_requests_is_the_formula() -> None:
+    attended("int8", 3, [1] * 5, [3, 0, 33, 17, 60])
+
+
+def test_heads_that_no_kernel_multiplies_go_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.NOPE", 16)
+    monkeypatch.setattr(f"{__name__}.VALUE", 24)
+    attended("int8", 3, [1, 1], [3, 20])
 
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded", "auto"])

@@ -189,23 +189,32 @@ def test_preparing_is_its_parts(mode: str) -> None:
     assert torch.equal(whole.storage, apart.storage)
 
 
-@pytest.mark.parametrize("mode", ["bfloat16", "int8"])
-def test_what_the_launch_before_writes_is_read_after_it(mode: str) -> None:
-    heads, cached = 16, [1000, 700]
-    case, width = Case(mode, heads, [1, 1], cached), heads * (ROPE + NOPE)
+@pytest.mark.parametrize("mode", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_what_the_launch_before_writes_is_read_after_it(mode: str, whole: bool, batch: int) -> None:
+    heads, cached = 16, [1000 - 60 * i for i in range(batch)]
+    case, width = Case(mode, heads, [1] * batch, cached), heads * (ROPE + NOPE)
     positions = torch.tensor(cached, device="cuda")
     blocks = case.inputs.block_tables.long().gather(1, (positions // BLOCK).unsqueeze(1)).squeeze(1)
     inputs = replace(case.inputs, positions=positions.int(), slots=blocks * BLOCK + positions % BLOCK)
-    rows = torch.empty(2, width + RANK + ROPE, device="cuda", dtype=torch.bfloat16)
-    sources = [torch.randn(2, width + RANK + ROPE, device="cuda").bfloat16() for _ in range(12)]
+    rows = torch.empty(batch, width + RANK + ROPE, device="cuda", dtype=torch.bfloat16)
+    sources = [torch.randn(batch, width + RANK + ROPE, device="cuda").bfloat16() for _ in range(12)]
     weight, table = torch.ones(rows.shape[1], device="cuda"), torch.rand(2000, ROPE, device="cuda")
     outs = [torch.empty_like(case.out) for _ in sources]
 
     def layer(out: torch.Tensor) -> None:
-        q, latent, rope = rows[:, :width].view(2, heads, -1), rows[:, width:-ROPE], rows[:, -ROPE:]
-        kernels().latent_prepare(
-            q, latent, rope, case.pages, inputs, norm_weight=weight[:RANK], eps=1e-6, cos_sin=table
-        )
+        q, latent, rope = rows[:, :width].view(batch, heads, -1), rows[:, width:-ROPE], rows[:, -ROPE:]
+        norm = weight[:RANK]
+        if whole:
+            op = kernels().latent_layer
+            assert op is not None
+            op(
+                q, latent, rope, case.pages, inputs, up=case.up, norm_weight=norm, eps=1e-6, cos_sin=table,
+                scale=SCALE, out=out,
+            )  # fmt: skip
+            return
+        kernels().latent_prepare(q, latent, rope, case.pages, inputs, norm_weight=norm, eps=1e-6, cos_sin=table)
         kernels().latent_attention(q, case.pages, case.up, inputs, scale=SCALE, out=out)
 
     expected = []
@@ -222,6 +231,42 @@ def test_what_the_launch_before_writes_is_read_after_it(mode: str) -> None:
     for _ in range(20):
         graph.replay()
         assert all(map(torch.equal, outs, expected))
+
+
+@EVERY_MODE
+@pytest.mark.parametrize(("heads", "batch"), [(16, 1), (16, 4), (5, 5), (16, 17), (16, 64), (128, 3), (128, 33)])
+def test_a_whole_layer_is_its_parts(mode: str, heads: int, batch: int) -> None:
+    cached = [(i * 97) % 1200 for i in range(batch)]
+    case, width = Case(mode, heads, [1] * batch, cached), heads * (ROPE + NOPE)
+    positions = torch.tensor(cached, device="cuda")
+    blocks = case.inputs.block_tables.long().gather(1, (positions // BLOCK).unsqueeze(1)).squeeze(1)
+    inputs = replace(case.inputs, positions=positions.int(), slots=blocks * BLOCK + positions % BLOCK)
+    given = torch.randn(batch, width + RANK + ROPE, device="cuda").bfloat16()
+    weight, table = torch.rand(RANK, device="cuda") + 0.5, torch.rand(2000, ROPE, device="cuda")
+    op = kernels().latent_layer
+    assert op is not None
+
+    def cut() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        own = given.clone()
+        return own[:, :width].view(batch, heads, -1), own[:, width:-ROPE], own[:, -ROPE:]
+
+    made = []
+    for _ in range(2):
+        op(
+            *cut(), case.pages, inputs, up=case.up, norm_weight=weight, eps=1e-6, cos_sin=table, scale=SCALE,
+            out=case.out.fill_(float("nan")),
+        )  # fmt: skip
+        made.append((case.out.clone(), case.pool.storage.clone()))
+    assert torch.equal(made[0][0], made[1][0])
+    assert torch.equal(made[0][1], made[1][1])
+    case.q, latent, rope = cut()
+    kernels().latent_prepare(case.q, latent, rope, case.pages, inputs, norm_weight=weight, eps=1e-6, cos_sin=table)
+    assert torch.equal(case.pool.storage, made[0][1])
+    for row, length in enumerate(cached):
+        places = torch.arange(length + 1, device="cuda")
+        slots = case.inputs.block_tables[row].long()[places // BLOCK] * BLOCK + places % BLOCK
+        case.contexts[row] = [x.double() for x in case.pool.read_latents(1, slots)]
+    assert case.error() < 1e-2
 
 
 def test_the_set_has_these_kernels() -> None:

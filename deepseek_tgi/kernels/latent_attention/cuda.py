@@ -23,7 +23,7 @@ from deepseek_tgi.kernels.common import ACTIVATIONS, ComputeDtype
 from deepseek_tgi.kernels.compiler import BuildError
 from deepseek_tgi.kernels.cuda.machine import machine_of
 from deepseek_tgi.kernels.latent_attention import PackedUp, check_latent_attention
-from deepseek_tgi.kernels.latent_attention.decode import LatentDecode, unfit
+from deepseek_tgi.kernels.latent_attention.decode import VALUES, LatentDecode, unfit
 from deepseek_tgi.kernels.latent_attention.expanded import ExpandedAttention
 from deepseek_tgi.kernels.latent_attention.plain import attend
 from deepseek_tgi.kernels.latent_attention.requests import Single, Whole, split
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FEW = 4
-"""Rows of a decode step up to which the products around the kernel are kernels of our own: they begin before the launch
-ahead ends."""
+"""Rows of a decode step up to which the kernel that puts parts together goes on to the values."""
+SEVERAL = 64
+"""Rows up to which the products around the kernel are kernels of our own: they begin before the launch ahead ends."""
 
 
 def provide(kernels: KernelSet) -> KernelSet:
@@ -126,13 +127,30 @@ class CudaLatentAttention:
         made = out if out.dtype == torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
         if inputs.max_seqlen == 1:
             step = inputs.block_tables, inputs.cache_lens
-            few = q.shape[0] <= FEW and up.nope_dim % 4 == 0
+            few = q.shape[0] <= SEVERAL
             self._absorbed(given, pages, up, step, scale=scale, out=made, capacity=inputs.max_context, few=few)
         elif q.shape[0]:
             self._by_request(given, pages, up, inputs, scale=scale, out=made, form=form)
         if made is not out:
             out.copy_(made)
         return out
+
+    def from_queries(
+        self,
+        queries: torch.Tensor,
+        rotary: torch.Tensor,
+        pages: LatentPages,
+        up: CudaUp,
+        step: tuple[torch.Tensor, torch.Tensor],
+        *,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """The rest of a decode step, whose `queries [H, B, R]` are in latent space already."""
+        if len(out) <= FEW:
+            self.decode(queries, rotary, pages, step, scale, values=(up.values, out))
+        else:
+            self.decode.values(self.decode(queries, rotary, pages, step, scale), up.rows, out)
 
     def _by_request(
         self,
@@ -180,9 +198,8 @@ class CudaLatentAttention:
         """Every row of `q [N, H, Dr + Dn]` one token over its own context, `step` its block table and position."""
         heads = q.transpose(0, 1)
         rotary, rest = heads[..., : pages.rope_dim], heads[..., pages.rope_dim :]
-        if few and unfit(pages) is None:
-            queries = self.decode.absorb(rest, up.keys)
-            self.decode(queries, rotary, pages, step, scale, values=(up.values, out))
+        if few and unfit(pages) is None and takes_products(rest, up, out):
+            self.from_queries(self.decode.queries(rest, up.rows), rotary, pages, up, step, scale=scale, out=out)
             return
         queries = torch.bmm(rest, up.keys)
         if unfit(pages) is None:
@@ -195,3 +212,16 @@ class CudaLatentAttention:
 def _shape(pages: LatentPages) -> tuple[int, int, int]:
     """What of pages operands must go with."""
     return pages.rank, pages.rope_dim, pages.block_size
+
+
+def unfit_heads(up: CudaUp) -> str | None:
+    """Why the kernels of the products around attention do not make such heads, if so."""
+    if up.nope_dim % 32 or up.v_dim % VALUES:
+        return f"heads of {up.nope_dim} elements besides the rotary ones and {up.v_dim} values"
+    return None
+
+
+def takes_products(rest: torch.Tensor, up: CudaUp, out: torch.Tensor) -> bool:
+    """Whether the kernels of the products around take `rest [H, B, Dn]` and `out [B, H, Dv]`."""
+    aligned = rest.stride(2) == 1 and not (rest.stride(0) % 8 or rest.stride(1) % 8 or rest.data_ptr() % 16)
+    return aligned and unfit_heads(up) is None and out.is_contiguous()

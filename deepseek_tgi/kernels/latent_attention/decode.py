@@ -17,7 +17,8 @@ GROUPS = {"int8": 128, "fp8_e4m3fn": 128, "int4": 32}
 _WARPS, _ROWS = 4, 16
 _SIGNATURE = "pllpll" + "pppiplp" + "iifppi"
 _COMBINE_SIGNATURE = "pppiiii" + "plp"
-_ABSORB_SIGNATURE = "pllplp"
+PRODUCT_THREADS, COLUMNS, VALUES = 128, 64, 16
+"""Of the products around attention: threads, columns of latent space and values of a block."""
 LEAST_TOKENS = 128
 """Positions that a block takes at least: fewer cost more in putting the parts together than they win."""
 
@@ -89,9 +90,14 @@ def combine_spec(mode: str, cut: Cut, rows: int, teams: int, v_dim: int = 0) -> 
     )  # fmt: skip
 
 
-def absorb_spec(nope_dim: int, batch: int) -> KernelSpec:
-    """The kernel that brings queries of `batch` tokens into latent space."""
-    return spec("latent_absorb", "latent_absorb", _ABSORB_SIGNATURE, RANK=RANK, NOPE=nope_dim, BATCH=batch)
+def queries_spec(nope_dim: int) -> KernelSpec:
+    """The kernel that brings queries into latent space."""
+    return spec("latent_queries", "latent_queries", "pllplpi", 2 * COLUMNS * nope_dim, NOPE=nope_dim, RANK=RANK)
+
+
+def values_spec(nope_dim: int, v_dim: int) -> KernelSpec:
+    """The kernel that brings sums of latents out of it."""
+    return spec("latent_values", "latent_values", "pplpi", NOPE=nope_dim, VALUE=v_dim, RANK=RANK)
 
 
 def blocks_for(most: int, batch: int) -> int:
@@ -116,7 +122,7 @@ class LatentDecode:
     """
 
     def __init__(self, programs: Programs, num_processors: int, capability: int = 0) -> None:
-        self._programs = programs
+        self.programs = programs
         self._num_processors = num_processors
         self._capability = capability
 
@@ -154,7 +160,7 @@ class LatentDecode:
         parts = torch.empty(slots, RANK, dtype=torch.float32, device=absorbed.device)
         marks = torch.empty(slots, 2, dtype=torch.float32, device=absorbed.device)
         weights, out = values or (None, torch.empty(heads, batch, RANK, dtype=torch.bfloat16, device=absorbed.device))
-        self._programs.kernel(kernel)(
+        self.programs.kernel(kernel)(
             (blocks, row_tiles, 1), threads,
             (
                 absorbed, absorbed.stride(0), absorbed.stride(1), rotary, rotary.stride(0), rotary.stride(1),
@@ -164,7 +170,7 @@ class LatentDecode:
         )  # fmt: skip
         teams = teams_for(blocks, batch)
         step_of_head, v_dim = (0, 0) if weights is None else (weights.stride(0), weights.shape[1])
-        self._programs.kernel(combine_spec(pages.mode, cut, rows, teams, v_dim))(
+        self.programs.kernel(combine_spec(pages.mode, cut, rows, teams, v_dim))(
             (heads, batch, 4 if v_dim else 1), 128 * teams,
             (parts, marks, cached, batch, row_tiles, blocks, least, weights, step_of_head, out), overlap=True,
         )  # fmt: skip
@@ -175,15 +181,24 @@ class LatentDecode:
             return replace(CUTS[mode], stages=3)
         return WIDE if heads >= WIDE_FROM else CUTS[mode]
 
-    def absorb(self, rest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """`rest [H, B, Dn]` times `keys [H, Dn, R]`, both with dense rows, for a few requests: `[H, B, R]`."""
+    def queries(self, rest: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """`rest [H, B, Dn]` times the first rows of `rows [H, Dn + Dv, R]`: `[H, B, R]`. Rows lie on 16-byte bounds."""
         heads, batch, nope = rest.shape
         out = torch.empty(heads, batch, RANK, dtype=torch.bfloat16, device=rest.device)
-        self._programs.kernel(absorb_spec(nope, batch))(
-            (RANK // 64, heads, 1), 128,
-            (rest, rest.stride(0), rest.stride(1), keys, keys.stride(0), out), overlap=True,
+        self.programs.kernel(queries_spec(nope))(
+            (RANK // COLUMNS, heads, 1), PRODUCT_THREADS,
+            (rest, rest.stride(0), rest.stride(1), rows, rows.stride(0), out, batch), overlap=True,
         )  # fmt: skip
         return out
+
+    def values(self, sums: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """`sums [H, B, R]` times the last rows of `rows [H, Dn + Dv, R]` into `out [B, H, Dv]`, all of them dense."""
+        batch, heads, v_dim = out.shape
+        nope = rows.shape[1] - v_dim
+        self.programs.kernel(values_spec(nope, v_dim))(
+            (v_dim // VALUES, heads, 1), PRODUCT_THREADS,
+            (sums, rows[:, nope:], rows.stride(0), out, batch), overlap=True,
+        )  # fmt: skip
 
 
 def page_bytes(pages: LatentPages) -> int:
