@@ -70,7 +70,6 @@ class Entry:
 
     id: int
     job: Job
-    queued_at: float
     mailbox: Mailbox = field(default_factory=Mailbox)
     allocation: Allocation | None = None
     admitted_at: float = 0.0

@@ -71,7 +71,7 @@ class Scheduler:
 
     def submit(self, job: Job) -> Entry:
         """Queue a job. The caller reads `entry.mailbox`, and calls `entry.cancel()` when it stops before the end."""
-        entry = Entry(self._next_entry_id, job, queued_at=time.monotonic(), on_cancel=self._cancelled)
+        entry = Entry(self._next_entry_id, job, on_cancel=self._cancelled)
         self._next_entry_id += 1
         entry.trace = self._shards.spans.current()
         self._queue.append(entry)

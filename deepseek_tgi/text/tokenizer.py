@@ -113,10 +113,6 @@ class TextTokenizer:
             return frozenset({self.eos_token_id})
         return frozenset(self._settings.fallback_eos_ids)
 
-    def named_token(self, name: str) -> str | None:
-        """Text of `bos_token`, `eos_token`, `pad_token` or `unk_token`, as chat templates want it."""
-        return self._settings.names.get(name)
-
     def is_special(self, token_id: int) -> bool:
         """True for ids that are control marks and not text."""
         return token_id in self._special_ids
