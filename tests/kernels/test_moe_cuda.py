@@ -91,6 +91,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     ("tokens", "num", "top_k", "hidden", "inner", "shared", "size"),
     [
         (1, 6, 3, 128, 64, 128, 64),
+        (1, 6, 3, 256, 128, 128, 64),  # two groups are loaded together; or four, of a width that is not even
+        (7, 5, 2, 224, 128, 256, 32),
         (3, 4, 2, 160, 96, 96, 32),
         (5, 4, 2, 96, 32, 0, 32),
         (11, 3, 2, 256, 128, 384, 128),

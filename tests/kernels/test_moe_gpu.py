@@ -52,9 +52,10 @@ def layer(request: pytest.FixtureRequest) -> tuple[CudaExperts, list[Expert]]:
 
 def added(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, everyone: list[Expert]) -> torch.Tensor:
     """What the layer adds, in float64."""
-    out = torch.zeros(len(x), HIDDEN, dtype=torch.float64, device="cuda")
+    out = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
     for index, expert in enumerate(everyone):
-        shares = (weights * (ids == index)).sum(1).double() if index < EXPERTS else out.new_ones(len(x))
+        routed = index < len(everyone) - 1
+        shares = (weights * (ids == index)).sum(1).double() if routed else out.new_ones(len(x))
         rows = shares.nonzero().squeeze(1)
         assert isinstance(expert.gate_up, PackedInt4)
         assert isinstance(expert.down, PackedInt4)
@@ -122,6 +123,21 @@ def test_few_tokens_whose_experts_have_more_than_a_group_of_them(layer: tuple[Cu
         CudaMoe(machine_of(torch.device("cuda:0")))(x, ids, weights, experts, out, scratch=scratch)
         wanted = added(x, ids, weights, everyone)
         assert (out - wanted).norm() < 2**-8 * wanted.norm()
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 17, 32])
+@pytest.mark.parametrize(("width", "inner", "shared", "size"), [(5120, 1536, 3072, 64), (7168, 2048, 2048, 128)])
+def test_few_tokens_at_the_widths_of_v2_and_v3(width: int, inner: int, shared: int, size: int, tokens: int) -> None:
+    everyone = [Expert(KeptInt4(2 * i, width, size), KeptInt4(width, i, size)) for i in [inner] * 12 + [shared]]
+    experts = CudaExperts(everyone[:-1], everyone[-1])
+    x = torch.randn(tokens, width, device="cuda").bfloat16()
+    ids = torch.rand(tokens, 12, device="cuda").argsort(1)[:, :8].int().contiguous()
+    weights = torch.rand(tokens, 8, device="cuda")
+    scratch = torch.full((experts.scratch_floats(tokens, 8),), float("nan"), device="cuda")
+    out = torch.zeros(tokens, width, device="cuda")
+    CudaMoe(machine_of(torch.device("cuda:0")))(x, ids, weights, experts, out, scratch=scratch)
+    wanted = added(x, ids, weights, everyone)
+    assert (out - wanted).norm() < 2**-8 * wanted.norm()
 
 
 GATES = {

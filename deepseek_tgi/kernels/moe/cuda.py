@@ -1,10 +1,10 @@
 """Grouped experts on an NVIDIA GPU: pairs sorted by expert on the device, no word to the host.
 
 INT4 experts of one group size run on the tensor cores straight from their codes, the shared expert cut into pieces as
-wide as a routed one, so that it is part of the same launches: one token by itself (`sources/moe_one.cu`), more of them
-sorted by expert, by warps that take codes as they are (`sources/moe.cu`) or, if many, by warpgroups whose weights are
-rounded to bfloat16 once (`sources/moe_panel.cu`). Experts of other kinds are kept in bfloat16 and go through torch's
-grouped product.
+wide as a routed one, so that it is part of the same launches: one token by itself (`sources/moe_one.cu`), a few by one
+stream of weights (`sources/moe_few.cu`), more of them sorted by expert, by warps that take codes as they are
+(`sources/moe.cu`) or, if many, by warpgroups whose weights are rounded to bfloat16 once (`sources/moe_panel.cu`).
+Experts of other kinds are kept in bfloat16 and go through torch's grouped product.
 
 A row's bits depend on how many rows there are (one, a few, many), not on what is in them.
 

@@ -5,10 +5,9 @@ The figures of a way were chosen by measuring layers of DeepSeek-V2-Lite on an H
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
-from deepseek_tgi.kernels.cuda.machine import Machine
+from deepseek_tgi.kernels.cuda.machine import Machine, shared_limit
 from deepseek_tgi.kernels.cuda.program import KernelSpec, spec
 from deepseek_tgi.kernels.moe.cuda_experts import sorted_rows
 from deepseek_tgi.kernels.moe.tiles import CHUNK, TILE, padded
@@ -19,6 +18,8 @@ _STAGES = 3
 """Units of passing rows in shared memory, likewise."""
 _ROWS = 8
 """Pairs of an expert that a few tokens' kernels multiply together."""
+_STAGE = 128
+"""Inputs that the kernels of few tokens load together, where they come out even."""
 _SORTED = "ppppppp"
 _WARPGROUPS = 90
 """The only capability that has their instructions."""
@@ -39,15 +40,12 @@ class OneWay:
 class StreamWay:
     """Of a few tokens: a block a multiprocessor, `warps` each, `split` of which share an item.
 
-    `depth` units of up to `unit` stages of weights under way, of each warp; `beside` blocks fit on a multiprocessor. At
-    `most` so many tokens.
+    `depth` times 64 inputs' weights under way, of each warp; at `most` so many tokens.
     """
 
     warps: int
     split: int
     depth: int
-    unit: int
-    beside: int
     most: int
 
 
@@ -80,7 +78,7 @@ class PanelWay:
 Way = OneWay | StreamWay | SortedWay | PanelWay
 
 ONE = OneWay(16, 2)
-STREAM = StreamWay(16, 4, 2, 2, 1, 32)
+STREAM = StreamWay(16, 4, 4, 32)
 _MOST_PAIRS = 12
 """Of tiles that a block has, whose sums are in registers."""
 FEW = SortedWay(8, warps=8, wide=False)
@@ -102,11 +100,11 @@ class LayerShape:
     hidden: int
     inner: int
 
-    def macros(self) -> dict[str, int]:
+    def macros(self, stage: int) -> dict[str, int]:
         """As `sources/experts.cuh` names them."""
         return {
             "GROUP": self.group, "SCALE_KIND": 1 + self.bfloat16_scales, "EXPERTS": self.experts, "TOP": self.top_k,
-            "SHARED": self.pieces, "HIDDEN": self.hidden, "INNER": self.inner,
+            "SHARED": self.pieces, "HIDDEN": self.hidden, "INNER": self.inner, "STAGE": stage,
         }  # fmt: skip
 
     @property
@@ -115,24 +113,38 @@ class LayerShape:
         return max(CHUNK, self.group)
 
     @property
+    def stage(self) -> int:
+        """Inputs that the kernels of few tokens load together: more of them cost fewer instructions."""
+        wide = _STAGE // self.unit * self.unit
+        even = wide and not padded(self.hidden, self.unit) % wide and not self.inner % wide
+        return wide if even else self.unit
+
+    @property
     def _tile_bytes(self) -> int:
-        """Of 16 outputs and a unit of inputs."""
-        return self.unit // 2 * TILE + self.unit // self.group * TILE * 4
+        """Of 16 outputs and a stage of inputs."""
+        return self.stage // 2 * TILE + self.stage // self.group * TILE * 4
 
     def way(self, num_tokens: int, machine: Machine) -> Way:
         """How so many tokens are computed on a device."""
         if num_tokens == 1 and self._fits_one(machine):
             return ONE
-        if _FEW_TOKENS <= num_tokens <= STREAM.most and self._fits_stream(machine):
+        if 1 < num_tokens <= STREAM.most and self._fits_stream(machine):
             return STREAM
         expected = num_tokens * self.top_k / self.experts
         if machine.capability == _WARPGROUPS and expected > _PANELS_FROM:
             return PANEL
-        return FEW if num_tokens < _FEW_TOKENS else SortedWay(sorted_rows(expected))
+        if num_tokens < _FEW_TOKENS and self._fits_few(machine):
+            return FEW
+        return SortedWay(sorted_rows(expected))
+
+    def _fits_few(self, machine: Machine) -> bool:
+        """Whether whole rows of both products find their memory on a device."""
+        wanted = (self.sorted_spec(name, FEW).shared_bytes for name in ("moe_gate_up", "moe_down"))
+        return max(wanted) <= shared_limit(machine.capability)
 
     def one_specs(self, way: OneWay, multiprocessors: int) -> tuple[KernelSpec, KernelSpec]:
         """Both kernels of a single token."""
-        macros = {"WARPS": way.warps, "DEPTH": way.depth, "BLOCKS": multiprocessors, **self.macros()}
+        macros = {"WARPS": way.warps, "DEPTH": way.depth, "BLOCKS": multiprocessors, **self.macros(self.stage)}
         up, down = self._one_bytes(way)
         first = spec("moe_one", "moe_gate_up_one", "ppppp", up, **macros)
         second = spec("moe_one", "moe_down_one", "pppppp", down, **macros)
@@ -146,15 +158,15 @@ class LayerShape:
         return pairs <= _MOST_PAIRS and max(self._one_bytes(ONE)) <= limit
 
     def _one_bytes(self, way: OneWay) -> tuple[int, int]:
-        units = (self.top_k + self.pieces) * (self.inner // self.unit)
-        lines = -(-units // way.warps) * way.warps * self.unit * 2
-        return way.warps * way.depth * 2 * self._tile_bytes, units * self._tile_bytes + lines
+        stages = (self.top_k + self.pieces) * (self.inner // self.stage)
+        lines = -(-stages // way.warps) * way.warps * self.stage * 2
+        return way.warps * way.depth * 2 * self._tile_bytes, stages * self._tile_bytes + lines
 
     def stream_specs(self, way: StreamWay, multiprocessors: int) -> tuple[KernelSpec, KernelSpec]:
         """Both kernels of a few tokens."""
         macros = {
-            "WARPS": way.warps, "SPLIT": way.split, "DEPTH": way.depth, "UNIT": self._stages(way), "MOST": way.most,
-            "BLOCKS": multiprocessors, "BESIDE": way.beside, **self.macros(),
+            "WARPS": way.warps, "SPLIT": way.split, "DEPTH": self._stages(way), "MOST": way.most,
+            "BLOCKS": multiprocessors, **self.macros(self.stage),
         }  # fmt: skip
         shared = self._stream_bytes(way)
         first = spec("moe_few", "moe_gate_up_few", "pppppi", shared, **macros)
@@ -166,12 +178,12 @@ class LayerShape:
         return self._stream_bytes(STREAM) <= _SHARED_BYTES.get(machine.capability, _LEAST_SHARED_BYTES)
 
     def _stream_bytes(self, way: StreamWay) -> int:
-        slot = 2 * self._tile_bytes + _ROWS * self.unit * 2
-        return way.warps * way.depth * self._stages(way) * slot + 2 * way.warps * 2 * 128 * 4
+        slot = 2 * self._tile_bytes + _ROWS * self.stage * 2
+        return way.warps * self._stages(way) * slot + 2 * way.warps * 2 * 128 * 4
 
     def _stages(self, way: StreamWay) -> int:
-        """Of a unit: a divisor of both products' stages."""
-        return math.gcd(way.unit, padded(self.hidden, self.unit) // self.unit, self.inner // self.unit)
+        """A warp's stages under way."""
+        return max(2, way.depth * CHUNK // self.stage)
 
     def product(self, name: str, way: SortedWay | PanelWay) -> tuple[KernelSpec, int, int]:
         """`moe_gate_up` or `moe_down` over sorted tokens: the kernel, its threads, and the outputs of a block."""
@@ -185,7 +197,7 @@ class LayerShape:
         made = way.rows * (rows + 4) * 4
         wanted = spec(
             "moe_panel", f"{name}_panel", _SORTED, max(staged, made), TOKENS=way.rows, WARPGROUPS=way.warpgroups,
-            STAGES=way.stages, BLOCKS=way.blocks, **self.macros(),
+            STAGES=way.stages, BLOCKS=way.blocks, **self.macros(self.unit),
         )  # fmt: skip
         return wanted, way.warpgroups * 128, rows // 2 if up else rows
 
@@ -201,5 +213,5 @@ class LayerShape:
             shared = 0
         signature = {"moe_sort": "ppppi", "moe_combine": "ppppl"}.get(name, _SORTED)
         return spec(
-            "moe", name, signature, shared, ROWS=way.rows, WARPS=way.warps, DEPTH=way.depth, **self.macros()
+            "moe", name, signature, shared, ROWS=way.rows, WARPS=way.warps, DEPTH=way.depth, **self.macros(self.unit)
         )  # fmt: skip

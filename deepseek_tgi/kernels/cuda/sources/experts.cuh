@@ -4,12 +4,13 @@
 // shared expert, cut into pieces as wide as a routed one. Experts are numbered 0 .. EXPERTS-1, then the SHARED pieces.
 // Weights of all experts lie one after the other (see int4_weight.cuh): of gate and up INNER rows each, padded to whole
 // units of 64; of down HIDDEN rows, likewise.
-// Macros: GROUP, SCALE_KIND, EXPERTS, TOP, SHARED, HIDDEN, INNER (a multiple of 64 and GROUP).
+// Macros: GROUP, SCALE_KIND, EXPERTS, TOP, SHARED, HIDDEN, INNER (a multiple of 64 and GROUP), STAGE (inputs that are
+// loaded together: a multiple of 64 and GROUP, of which both padded HIDDEN and INNER have whole ones).
 #pragma once
 #include "int4_weight.cuh"
 
 constexpr int SLOTS = TOP + SHARED, ALL = EXPERTS + SHARED;
-constexpr int STAGE_K = GROUP > CHUNK ? GROUP : CHUNK, STAGE_CHUNKS = STAGE_K / CHUNK, STAGE_GROUPS = STAGE_K / GROUP;
+constexpr int STAGE_K = STAGE, STAGE_CHUNKS = STAGE_K / CHUNK, STAGE_GROUPS = STAGE_K / GROUP;
 constexpr int META_AT = STAGE_CHUNKS * CHUNK_BYTES, META_BYTES = STAGE_GROUPS * GROUP_BYTES;
 constexpr int TILE_BYTES = META_AT + META_BYTES;  // a tile's codes of a stage, and its groups' words
 constexpr int HIDDEN_STAGES = (HIDDEN + STAGE_K - 1) / STAGE_K, INNER_STAGES = INNER / STAGE_K;
