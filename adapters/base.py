@@ -30,10 +30,10 @@ class LoadOptions:
 
     `dtype` and `kv_cache_dtype` take `auto` or a name; `device` takes `auto` (a GPU where torch has one), `cpu`, `cuda`
     or `cuda:N`; `kernels` takes `auto`, `native` (CPU), `cuda`, `triton` (GPU), `torch` or `reference`; `cuda_graphs`
-    are the batch sizes whose decode step is captured (None: the usual ones, empty: none); `mla_prefill` is how latent
-    attention reads a prompt (`kernels.latent_attention`): `absorbed` (the same bits however the prompt is cut into
-    chunks), `expanded`, or `auto`; `num_threads` 0 means "this rank's share of what the process may use". Ranks meet at
-    `master_addr:master_port`. `rope_scaling`/`rope_factor` are TGI's overrides. `report` is
+    are the batch sizes whose decode step is captured (None: the usual ones, empty: none, of short prompts neither);
+    `mla_prefill` is how latent attention reads a prompt (`kernels.latent_attention`): `absorbed` (the same bits however
+    the prompt is cut into chunks), `expanded`, or `auto`; `num_threads` 0 means "this rank's share of what the process
+    may use". Ranks meet at `master_addr:master_port`. `rope_scaling`/`rope_factor` are TGI's overrides. `report` is
     told how many percent are loaded; what it raises ends the load.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from deepseek_tgi.adapters.decode_graphs import Capture, CudaCapture, DecodeGrap
 from deepseek_tgi.adapters.models.decoder import Decoder
 from deepseek_tgi.adapters.parallel import RankGroup
 from deepseek_tgi.adapters.parking import DeviceMemory, ParkedWeights, storages_of
+from deepseek_tgi.adapters.prompt_graphs import PromptGraphs, sizes_up_to
 from deepseek_tgi.adapters.staging import InputStage, check_slots, check_values
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import DeviceError, GenerationError
@@ -26,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 GRAPH_BYTES = 8 << 20
 """What the driver keeps of one recorded step, about, and its part of the shared memory."""
+PROMPT_BYTES = 16 << 20
+"""The same of a prompt's size, which is many graphs."""
 ANOTHER_RANK = "another rank cannot record them"
+PROMPTS_PLAIN = "short prompts are not recorded in graphs, and slower: %s"
 T = TypeVar("T")
 
 
@@ -69,6 +73,7 @@ class GpuSteps:
         self._stage = InputStage(device)
         self._pool: KVPool | None = None
         self._graphs: DecodeGraphs | None = None
+        self._prompts: PromptGraphs | None = None
         self._parked: ParkedWeights | None = None
 
     def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
@@ -78,7 +83,9 @@ class GpuSteps:
         logits = self._graphs.run(inputs) if self._graphs is not None and pool is self._pool else None
         if logits is not None:
             return logits
-        return self._model.decoder.step(self._stage.move(inputs), LayerByLayer(pool))
+        moved, pages = self._stage.move(inputs), LayerByLayer(pool)
+        logits = self._prompts.run(moved, pages) if self._prompts is not None else None
+        return self._model.decoder.step(moved, pages) if logits is None else logits
 
     def step_with(self, inputs: ForwardInputs, token_ids: torch.Tensor, pool: KVPool) -> torch.Tensor | None:
         """See `ModelAdapter.step_with`."""
@@ -114,6 +121,7 @@ class GpuSteps:
             logger.warning("decode steps are not recorded in graphs, and slower: %s", str(error).splitlines()[0])
             return
         self._pool, self._graphs = pool, graphs
+        self._prompts = self._opened_prompts(sizes_up_to(max_requests * max_tokens))
         logger.info(
             "decode steps recorded for batches of %s; %d more sizes follow when there is time",
             ", ".join(map(str, graphs.recorded)), len(spec.buckets) - len(graphs.recorded),
@@ -135,6 +143,26 @@ class GpuSteps:
                 logits.copy_(made)
 
         return DecodeGraphs(spec, step, self._device, self._make_capture(self._device))
+
+    def _opened_prompts(self, sizes: Sequence[int]) -> PromptGraphs | None:
+        """The same for steps with prompts; None if they are launched as ever."""
+        group = self._model.group
+        try:
+            prompts = self._on_all(partial(self._made_for_prompts, sizes))
+            while group is not None and self._on_all(prompts.record_next):
+                pass
+        except DeviceError:
+            raise
+        except (RuntimeError, GenerationError) as error:
+            logger.warning(PROMPTS_PLAIN, str(error).splitlines()[0])
+            return None
+        return prompts
+
+    def _made_for_prompts(self, sizes: Sequence[int]) -> PromptGraphs:
+        self._choose_device()
+        group = self._model.group
+        guard = nullcontext if group is None else group.together
+        return PromptGraphs(self._model.decoder, sizes, self._device, self._make_capture(self._device), guard)
 
     def _on_all(self, work: Callable[[], T]) -> T:
         """What `work` returns. If it fails on one rank, none goes on: ranks that replay a step and ranks that take it
@@ -163,11 +191,20 @@ class GpuSteps:
         if self._graphs is None:
             return False
         self._choose_device()
-        return self._graphs.record_next()
+        return self._graphs.record_next() or self._record_prompts()
+
+    def _record_prompts(self) -> bool:
+        """One more number of a prompt's tokens; what cannot be recorded is launched as ever."""
+        try:
+            return self._prompts is not None and self._prompts.record_next()
+        except (RuntimeError, GenerationError) as error:
+            logger.warning(PROMPTS_PLAIN, str(error).splitlines()[0])
+            self._prompts = None
+            return False
 
     def close_pool(self) -> None:
         """Forget the graphs over the pool that was open."""
-        self._pool = self._graphs = None
+        self._pool = self._graphs = self._prompts = None
 
     def park(self, told: Callable[[], None]) -> int:
         """See `ModelAdapter.park_weights`."""
@@ -189,8 +226,9 @@ class GpuSteps:
         spec = self._model.spec(max_requests, max_tokens)
         if spec is None:
             return 0
-        step = self._model.decoder.workspace_bytes(spec.largest, 0)
-        return spec.nbytes + step + GRAPH_BYTES * len(spec.buckets)
+        decoder, sizes = self._model.decoder, sizes_up_to(max_requests * max_tokens)
+        steps = decoder.workspace_bytes(spec.largest, 0) + decoder.workspace_bytes(sizes[-1], 0)
+        return spec.nbytes + steps + GRAPH_BYTES * len(spec.buckets) + PROMPT_BYTES * len(sizes)
 
     def _choose_device(self) -> None:
         """A thread begins on the first GPU, and may have been on another since."""

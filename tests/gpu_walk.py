@@ -38,7 +38,11 @@ class Walk:
 
     def decode(self, tokens: Sequence[int]) -> None:
         """One more token for each request."""
-        self.logits.append(self._feed([[token] for token in tokens]))
+        self.feed([[token] for token in tokens])
+
+    def feed(self, pieces: Sequence[Sequence[int]]) -> None:
+        """So many more tokens of each."""
+        self.logits.append(self._feed(pieces))
 
     def _feed(self, pieces: Sequence[Sequence[int]]) -> torch.Tensor:
         size = self.adapter.kv_layout.block_size

@@ -10,7 +10,7 @@ import torch
 from deepseek_tgi.adapters.key_frames import LearningAttention, bias_frame, with_scales
 from deepseek_tgi.adapters.layers.linear import Linear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
-from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, floats_of
+from deepseek_tgi.adapters.layers.part import AttentionPart, StepContext, cut, floats_of
 from deepseek_tgi.adapters.model_config import GroupedQueryAttention, ModelConfig
 from deepseek_tgi.adapters.weights import WeightSource
 from deepseek_tgi.kernels.frame import Frame
@@ -31,7 +31,7 @@ class AttentionWeights:
     head_norms: HeadNorms | None = None
 
 
-class Attention(Part):
+class Attention(AttentionPart):
     """Attention of one layer. q, k and v are one product; its output buffer is rotated and read in place.
 
     Owner of the layer's `frame`, in which low-bit caches store; set before the first request is served.
@@ -117,16 +117,21 @@ class Attention(Part):
         kv_heads = (num_tokens, spec.num_key_value_heads, spec.head_dim)
         return normed, qkv, q.view(heads), k.view(kv_heads), v.view(kv_heads), context.view(heads), context
 
-    def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
-        """See `Part`."""
-        normed, qkv, q, k, v, context, context_rows = buffers
-        weights = self._weights
-        weights.qkv.after_norm(hidden, weights.norm, normed, qkv)
+    def before(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...]) -> None:
+        """See `AttentionPart`."""
+        self._weights.qkv.after_norm(hidden, self._weights.norm, buffers[0], buffers[1])
+
+    def attend(self, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
+        """See `AttentionPart`."""
+        _, _, q, k, v, context, _ = buffers
         self._attend(
-            q, k, v, step.head_pages(self._layer), step.inputs,
-            cos_sin=step.cos_sin, scale=self._scale, out=context, head_norms=weights.head_norms, frame=self.frame,
+            q, k, v, step.head_pages(self._layer), step.inputs, cos_sin=step.cos_sin, scale=self._scale, out=context,
+            head_norms=self._weights.head_norms, frame=self.frame,
         )  # fmt: skip
-        weights.output(context_rows, hidden, hidden)
+
+    def after(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...]) -> None:
+        """See `AttentionPart`."""
+        self._weights.output(buffers[-1], hidden, hidden)
 
 
 def _variation(

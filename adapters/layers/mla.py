@@ -14,7 +14,7 @@ import torch
 
 from deepseek_tgi.adapters.layers.linear import Linear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
-from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, floats_of
+from deepseek_tgi.adapters.layers.part import AttentionPart, StepContext, cut, floats_of
 from deepseek_tgi.adapters.layers.rope import softmax_factor
 from deepseek_tgi.adapters.model_config import LatentAttention, ModelConfig
 from deepseek_tgi.adapters.weights import WeightSource
@@ -47,7 +47,7 @@ class MlaWeights:
         return sum(part.nbytes for part in parts if part is not None)
 
 
-class Mla(Part):
+class Mla(AttentionPart):
     """Latent attention of one layer."""
 
     ops = ("latent_prepare", "latent_attention")
@@ -138,14 +138,19 @@ class Mla(Part):
         heads = context.view(num_tokens, self._heads, spec.v_head_dim)
         return normed, down, low, low_normed, rows, q, latent, rope, heads, context
 
-    def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
-        """See `Part`."""
-        normed, down, low, low_normed, rows, q, latent, rope, context, context_rows = buffers
+    def before(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...]) -> None:
+        """See `AttentionPart`."""
+        normed, down, low, low_normed, rows = buffers[:5]
         w = self._weights
         w.down.after_norm(hidden, w.norm, normed, down)
         if w.query is not None:
             assert w.query_norm is not None, "both or neither"
             w.query.after_norm(low, w.query_norm, low_normed, rows)
+
+    def attend(self, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
+        """See `AttentionPart`."""
+        q, latent, rope, context, _ = buffers[5:]
+        w = self._weights
         pages, norm = step.latent_pages(self._layer), w.latent_norm
         if self._whole is not None:
             self._whole(
@@ -157,7 +162,10 @@ class Mla(Part):
                 q, latent, rope, pages, step.inputs, norm_weight=norm.weight, eps=norm.eps, cos_sin=step.cos_sin
             )
             self._attend(q, pages, w.up, step.inputs, scale=self._scale, out=context, form=self._form)
-        w.output(context_rows, hidden, hidden)
+
+    def after(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...]) -> None:
+        """See `AttentionPart`."""
+        self._weights.output(buffers[-1], hidden, hidden)
 
 
 def query_rows(spec: LatentAttention) -> torch.Tensor:

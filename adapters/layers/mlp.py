@@ -8,12 +8,12 @@ import torch
 
 from deepseek_tgi.adapters.layers.linear import Linear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
-from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, floats_of
+from deepseek_tgi.adapters.layers.part import RowPart, StepContext, cut, floats_of
 from deepseek_tgi.adapters.model_config import GatedMlp, ModelConfig
 from deepseek_tgi.adapters.weights import WeightSource
 
 
-class Mlp(Part):
+class Mlp(RowPart):
     """A dense gated MLP with its norm."""
 
     def __init__(
@@ -53,7 +53,9 @@ class Mlp(Part):
         """Buffers `normed [T, H]`, `gate_up [T, 2I]`, `inner [T, I]`."""
         return tuple(cut(scratch, num_tokens, self._widths, self._dtype))
 
-    def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
+    def __call__(
+        self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext | None = None
+    ) -> None:
         """See `Part`."""
         normed, gate_up, inner = buffers
         self._gate_up.after_norm(hidden, self._norm, normed, gate_up)

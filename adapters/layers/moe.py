@@ -9,7 +9,7 @@ import torch
 
 from deepseek_tgi.adapters.layers.linear import DenseLinear
 from deepseek_tgi.adapters.layers.norm import RmsNorm
-from deepseek_tgi.adapters.layers.part import Part, StepContext, cut, floats_of
+from deepseek_tgi.adapters.layers.part import RowPart, StepContext, cut, floats_of
 from deepseek_tgi.adapters.layers.partial import PartialSum
 from deepseek_tgi.adapters.model_config import MixtureOfExperts, ModelConfig
 from deepseek_tgi.adapters.weights import WeightSource
@@ -26,7 +26,7 @@ class MoeWeights:
     experts: PackedExperts
 
 
-class Moe(Part):
+class Moe(RowPart):
     """The experts of one layer with their norm; the shared expert is one more of them, of every token.
 
     Between ranks routed and shared experts are added up together.
@@ -89,7 +89,9 @@ class Moe(Part):
         """Of each token, besides what the experts take."""
         return floats_of((self._width,), self._dtype) + floats_of(self._widths)
 
-    def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
+    def __call__(
+        self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext | None = None
+    ) -> None:
         """See `Part`."""
         normed, logits, ids, weights, rest = buffers
         w = self._weights

@@ -18,7 +18,7 @@ from deepseek_tgi.adapters.workspace import padded, padded_floats
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.pages import LatentPages, LayerPages, PagesByLayer
 
-__all__ = ["Part", "StepContext", "cut", "floats_of", "padded"]
+__all__ = ["AttentionPart", "Part", "RowPart", "StepContext", "cut", "floats_of", "padded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,41 @@ class Part(ABC):
     @abstractmethod
     def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
         """Add this part's output to `hidden [T, H] float32` in place, using what `bind` made."""
+
+
+class RowPart(Part):
+    """A part that looks at the stream alone, and can be recorded for any step of so many tokens."""
+
+    @abstractmethod
+    def __call__(
+        self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext | None = None
+    ) -> None:
+        """See `Part`."""
+
+
+class AttentionPart(Part):
+    """A part in three, of which only the middle one looks at the step: the others can be recorded for any.
+
+    Every buffer has a row for each token; the last one is all that `after` reads.
+    """
+
+    def __call__(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
+        """See `Part`."""
+        self.before(hidden, buffers)
+        self.attend(buffers, step)
+        self.after(hidden, buffers)
+
+    @abstractmethod
+    def before(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...]) -> None:
+        """Make queries, keys and values."""
+
+    @abstractmethod
+    def attend(self, buffers: tuple[torch.Tensor, ...], step: StepContext) -> None:
+        """Store keys and values, and attend."""
+
+    @abstractmethod
+    def after(self, hidden: torch.Tensor, buffers: tuple[torch.Tensor, ...]) -> None:
+        """Add what was attended to."""
 
 
 def cut(

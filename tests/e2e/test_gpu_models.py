@@ -17,6 +17,7 @@ from ranks import unused_port
 from deepseek_tgi.adapters import transfer
 from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.decode_graphs import CudaCapture
+from deepseek_tgi.adapters.prompt_graphs import SIZES
 from deepseek_tgi.adapters.rendezvous import Meeting, join
 from deepseek_tgi.adapters.transfer import Transfer
 from deepseek_tgi.core import SamplingParams
@@ -92,6 +93,30 @@ def test_recorded_steps_are_the_plain_ones(family_dir: Path) -> None:
     # Where contexts are cut may follow from how long they may get, so sums may run in another order.
     require_near(recorded, plain, 1e-2)
     require_near(padded, plain, 1e-2)
+
+
+def chunked(folder: Path, options: LoadOptions, pieces: Sequence[Sequence[Sequence[int]]]) -> list[torch.Tensor]:
+    """Logits of prompts and of steps that bring more tokens of each, once all is recorded that can be."""
+    with loaded(folder, options) as adapter:
+        torch.manual_seed(3)
+        walk = Walk(adapter, PROMPTS)
+        while adapter.go_on_preparing():
+            pass
+        for piece in pieces:
+            walk.feed(piece)
+        walk.close()
+        return walk.logits
+
+
+def test_recorded_prompts_are_the_plain_ones(family_dir: Path) -> None:
+    exact, padded = (tuple(range(5, 16)), tuple(range(20, 30)), tuple(range(40, 51))), ((7, 9), (3,), (8,))
+    assert sum(map(len, exact)) in SIZES
+    options = replace(GPU, kv_cache_dtype="int8", cuda_graphs=(1,))
+    plain = chunked(family_dir, replace(options, cuda_graphs=()), (exact,))
+    recorded = chunked(family_dir, options, (exact,))
+    assert torch.equal(recorded[-1], plain[-1]), "of as many tokens as there are"
+    plain = chunked(family_dir, replace(options, cuda_graphs=()), [padded] * 6)
+    require_near(chunked(family_dir, options, [padded] * 6), plain, 1e-2)
 
 
 @pytest.mark.parametrize("buckets", [(1, 2, 3), (4,)], ids=["fitting", "padded"])

@@ -17,6 +17,7 @@ import torch
 from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.decode_graphs import DecodeGraphs, GraphSpec, usual_buckets
 from deepseek_tgi.adapters.gpu_steps import GpuModel, GpuSteps
+from deepseek_tgi.adapters.prompt_graphs import sizes_up_to
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.adapters.together import Together
 from deepseek_tgi.core import ForwardInputs
@@ -322,7 +323,11 @@ def test_ranks_record_all_sizes_or_none(model: QuantizedModelAdapter, caplog: py
     steps, _ = opened(model, ranks)
     assert steps._graphs is not None
     assert steps._graphs.recorded == [1, 2, 3]
-    assert ranks.asked == [1, 1, 1, 1, 1, 1], "all, what is needed, each size, and that none is left"
+    own = [1, 1, 1, 1, 1, 1]
+    assert ranks.asked[: len(own)] == own, "all, what is needed, each size, and that none is left"
+    assert steps._prompts is not None
+    assert steps._prompts.recorded == list(sizes_up_to(3 * 32))
+    assert ranks.asked[len(own) :] == [1] * (2 + len(steps._prompts.recorded)), "the same for prompts"
     for others, fails, asked, why in (
         ([0], 0, [1], "another rank cannot record them"),
         ([1, 1, 1, 0], 0, [1, 1, 1, 1], "another rank cannot record them"),
@@ -363,4 +368,7 @@ def test_the_plan_covers_what_is_held(model: QuantizedModelAdapter) -> None:
     assert graphs is not None
     held = [graphs._rows._memory, graphs._tables, graphs._offsets, graphs._logits, graphs._best]
     assert sum(tensor.nbytes for tensor in held) <= GraphSpec(usual_buckets(8), 4, 16, model.info.vocab_size).nbytes
+    prompts = steps._prompts
+    assert prompts is not None
+    held += [prompts._hidden, prompts._scratch._memory]
     assert steps.overhead_bytes(8, 64) > sum(tensor.nbytes for tensor in held)
