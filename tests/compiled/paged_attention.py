@@ -36,7 +36,7 @@ def kernel(
     matrix = MATRIX_BF16 if mode == "bfloat16" else MATRIX_HALF
     registers = min(255, 65536 // (tiling.warps * 32 * tiling.blocks) // 8 * 8)
     load = EIGHT_BYTES if mode == "int4" and width == 64 else WIDE_LOAD  # a key's row is four loads of a lane or fewer
-    return CudaKernel(shape.spec(tiling), registers, (load, matrix, TURN), archs)
+    return CudaKernel(shape.spec(tiling, 1024), registers, (load, matrix, TURN), archs)
 
 
 CUDA = [

@@ -337,8 +337,10 @@ static inline void cluster_sync() {
   }
 }
 static inline u8* dynamic_shared() { return emulation::block->memory; }
-static inline u32 load_shared(u32 at) { return *(const u32*)(emulation::block->memory + at); }
-static inline void check_shared_start() {}
+template <int START>
+static inline u32 load_shared(u32 at) {
+  return *(const u32*)(emulation::block->memory + at);
+}
 template <class T>
 static inline T cluster_load(const T* shared, int rank) {
   using namespace emulation;

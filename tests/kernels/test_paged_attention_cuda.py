@@ -13,8 +13,9 @@ from oracles import kernels as oracle
 
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import ComputeDtype
+from deepseek_tgi.kernels.cuda.machine import machine_of
 from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec
-from deepseek_tgi.kernels.paged_attention.cuda import PagedDecode, shared_limit
+from deepseek_tgi.kernels.paged_attention.cuda import DecodeShape, PagedDecode, Tiling, shared_limit, shared_start
 from deepseek_tgi.kernels.select import select_kernels
 from deepseek_tgi.kv.layout import KVLayout, KVMode
 from deepseek_tgi.kv.pool import KVPool
@@ -218,3 +219,21 @@ def test_a_block_asks_for_no_more_shared_memory_than_there_is(capability: int, w
         q = torch.zeros(batch, 8, width).bfloat16()
         decode(q, pages, inputs, 1.0, torch.empty_like(q))
     assert max(wanted) <= limit
+
+
+def test_levels_are_looked_up_by_a_constant_address_where_it_is_known_and_blocks_come_alone() -> None:
+    int4 = DecodeShape("int4", 128, 128, 16, 4, torch.bfloat16, torch.bfloat16)
+    int8 = replace(int4, mode="int8")
+    alone, together = Tiling(2, 8, 2), Tiling(1, 8, 2, 8)
+    starts = [
+        dict(shape.spec(tiling, 1024).defines)["SHARED_START"]
+        for shape, tiling in ((int4, alone), (int4, together), (int8, alone))
+    ]
+    assert starts == [1024, 0, 0]
+    assert dict(int4.spec(alone).defines)["SHARED_START"] == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_where_shared_memory_begins() -> None:
+    device = torch.device("cuda:0")
+    assert shared_start(machine_of(device).programs, device) % 16 == 0

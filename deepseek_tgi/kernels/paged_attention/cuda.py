@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deepseek_tgi.core import ForwardInputs
+from deepseek_tgi.errors import DeviceError
 from deepseek_tgi.kernels.common import ACTIVATIONS
 from deepseek_tgi.kernels.cuda.heads import MODES, Norms, page_bytes
 from deepseek_tgi.kernels.cuda.machine import machine_of
@@ -44,7 +45,7 @@ def provide(kernels: KernelSet) -> KernelSet:
     machine = machine_of(kernels.device)
     decode = PagedDecode(
         machine.programs, machine.multiprocessors, kernels.device, CLUSTERS if machine.capability >= 90 else (),
-        shared_limit(machine.capability),
+        shared_limit(machine.capability), start=shared_start(machine.programs, kernels.device),
     )  # fmt: skip
     return replace(kernels, paged_attention=PagedAttentionOp(decode, kernels.paged_attention))
 
@@ -54,6 +55,16 @@ def shared_limit(capability: int) -> int:
     if 90 <= capability < 120:
         return SHARED_BYTES
     return (163 if capability in (80, 87) else 99) << 10
+
+
+def shared_start(programs: Programs, device: torch.device) -> int:
+    """Where dynamic shared memory begins on a device, which kernels of INT4 pages are compiled with; 0 if unknown."""
+    told = torch.zeros(1, dtype=torch.int32, device=device)
+    try:
+        programs.kernel(spec("shared_start", "shared_start", "p", 1024))((1, 1, 1), 32, (told,))
+    except DeviceError as error:
+        logger.warning("paged_attention: %s; levels of int4 pages are looked up more slowly", error)
+    return int(told)
 
 
 class PagedAttentionOp:
@@ -190,14 +201,16 @@ class DecodeShape:
             return Tiling(1, 8, 1) if self.fused else Tiling(1, 4, 3)
         return Tiling(1, 8, 2)
 
-    def spec(self, tiling: Tiling) -> KernelSpec:
-        """The kernel."""
+    def spec(self, tiling: Tiling, start: int = 0) -> KernelSpec:
+        """The kernel; `start` is where a block's dynamic shared memory begins, if that is known."""
         shared = self.shared_bytes(tiling)
+        known = start if self.mode == "int4" and tiling.cluster == 1 else 0  # in clusters addresses name the block too
         return spec(
             "paged_decode", "paged_decode", _SIGNATURE, shared, MODE=MODES[self.mode], DK=self.k_dim, DV=self.v_dim,
             BLOCK=self.block_size, RATIO=self.ratio, NT=self.query_tiles, WARPS=tiling.warps, TILES=tiling.tiles,
             BLOCKS=tiling.blocks, CLUSTER=tiling.cluster, SHARED=shared, Q_BF16=int(self.q_dtype == torch.bfloat16),
             OUT_BF16=int(self.out_dtype == torch.bfloat16), CENTRE=int(self.centred), FUSED=int(self.fused),
+            SHARED_START=known,
         )  # fmt: skip
 
     def shared_bytes(self, tiling: Tiling) -> int:
@@ -221,13 +234,18 @@ class PagedDecode:
         device: torch.device,
         clusters: Sequence[int] = (),
         most_shared: int = SHARED_BYTES,
+        *,
+        start: int = 0,
     ) -> None:
-        """`clusters`: how many blocks may go together, most first; `most_shared`: bytes of a block's shared memory."""
+        """`clusters`: how many blocks may go together, most first; `most_shared`: bytes of a block's shared memory;
+        `start`: see `DecodeShape.spec`.
+        """
         self._programs = programs
         self._num_processors = num_processors
         self._device = device
         self._clusters = clusters
         self._most_shared = most_shared
+        self._start = start
         self._kernels: dict[tuple[DecodeShape, Tiling], Kernel] = {}
         self._turns = TurnTables()
         self._parts: dict[int, torch.Tensor] = {}
@@ -305,7 +323,7 @@ class PagedDecode:
     def _kernel(self, shape: DecodeShape, tiling: Tiling) -> Kernel:
         found = self._kernels.get((shape, tiling))
         if found is None:
-            found = self._kernels[shape, tiling] = self._programs.kernel(shape.spec(tiling))
+            found = self._kernels[shape, tiling] = self._programs.kernel(shape.spec(tiling, self._start))
         return found
 
     def _workspace(self, num_blocks: int, part: int) -> torch.Tensor:

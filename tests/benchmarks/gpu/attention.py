@@ -17,7 +17,7 @@ from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.cuda.heads import MODES
 from deepseek_tgi.kernels.cuda.machine import machine_of
 from deepseek_tgi.kernels.paged_attention.cpu import paged_attention
-from deepseek_tgi.kernels.paged_attention.cuda import PagedDecode
+from deepseek_tgi.kernels.paged_attention.cuda import PagedDecode, shared_start
 from deepseek_tgi.kernels.paged_attention.triton import TiledAttention
 from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kv.layout import KVLayout, KVMode
@@ -138,7 +138,9 @@ def main() -> None:
     """Measure, print and save."""
     device = torch.device("cuda:0")
     machine = machine_of(device)
-    decode = PagedDecode(machine.programs, machine.multiprocessors, device)
+    decode = PagedDecode(
+        machine.programs, machine.multiprocessors, device, start=shared_start(machine.programs, device)
+    )
     bytes_per_s = copy_bytes_per_s()
     print(f"{torch.cuda.get_device_name(device)}: copies move {bytes_per_s / 1e12:.2f} TB/s")
     rows = []

@@ -248,22 +248,18 @@ DEVICE float load_fresh_float(const void* p) {
   return r;
 }
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// The word `at` bytes behind the start of dynamic shared memory, in a kernel that has no other and whose blocks do not
-// come in clusters. On sm_90 that start is 1,024 then, behind what the system keeps: part of the instruction, where an
-// address in a register costs an addition. `check_shared_start` stops a kernel for which it is not so.
+// The word `at` bytes behind the start of dynamic shared memory. A START that is not 0 says where that is, in a kernel that
+// has no other shared memory and whose blocks do not come in clusters: it is part of the instruction then, where an
+// address in a register costs an addition.
+template <int START>
 DEVICE u32 load_shared(u32 at) {
-#if __CUDA_ARCH__ == 900
-  u32 r;
-  asm volatile("ld.shared.u32 %0, [%1+1024];" : "=r"(r) : "r"(at));
-  return r;
-#else
-  return *(const u32*)(dynamic_shared() + at);
-#endif
-}
-DEVICE void check_shared_start() {
-#if __CUDA_ARCH__ == 900
-  if (shared_address(dynamic_shared()) != 1024) __trap();
-#endif
+  if constexpr (START != 0) {
+    u32 r;
+    asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(r) : "r"(at), "n"(START));
+    return r;
+  } else {
+    return *(const u32*)(dynamic_shared() + at);
+  }
 }
 // 16 bytes to shared memory in the background; nothing is read and zeros are written where `wanted` is false.
 DEVICE void copy_async(void* shared, const void* global, bool wanted = true) {

@@ -143,11 +143,7 @@ DEVICE void fill_levels(u8* table) {
 // Byte `byte` of `codes` times `scales`, those of the lower and the upper half of the head.
 DEVICE u32 widen_int4(u32 codes, int byte, u32 scales) {
   const u32 at = permute_bytes(codes, 4 * lane_id(), 0x7604 + (byte << 4));
-#if CLUSTER > 1
-  return half_mul(*(const u32*)(dynamic_shared() + at), scales);
-#else
-  return half_mul(load_shared(at), scales);
-#endif
+  return half_mul(load_shared<SHARED_START>(at), scales);
 }
 // Two scale bytes, a half word each, as halves: 64 times the scale.
 DEVICE u32 int4_scales(u32 bytes) { return bytes << 7; }

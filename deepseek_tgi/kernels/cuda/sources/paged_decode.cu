@@ -127,7 +127,6 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
   const int lane = lane_id(), warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int groups = kv_heads * GROUPS;
 #if MODE == 4
-  if (CLUSTER == 1) check_shared_start();
   fill_levels(dynamic_shared());
 #endif
   const int flat = blockIdx.x * CLUSTER + blockIdx.y, blocks = gridDim.x * CLUSTER;
