@@ -2,9 +2,12 @@
 // bytes are those of every other implementation. Included by kv_write.cu.
 #pragma once
 
+constexpr int GROUPS_AT_MOST = 32;
+
 // What a warp works in.
 struct Int4Room {
-  float y[LARGEST], along[LARGEST], work[LARGEST], ahead[65];
+  float y[LARGEST], along[LARGEST], work[LARGEST];
+  float limit[GROUPS_AT_MOST], below[GROUPS_AT_MOST], later[GROUPS_AT_MOST];  // of groups
   u8 codes[LARGEST];
 };
 
@@ -108,17 +111,29 @@ DEVICE void store_int4(Int4Room& room, const float (&x)[HELD], u8* row, u8* para
 #pragma unroll
     for (int j = 0; j < width / 32; j++) room.along[lane + 32 * j] = turned(aim, lane + 32 * j, turn, rotary);
     rotate_heads<width>(room.along, shrink);
+    // What groups need of others that does not depend on their codes, of as many groups at a time as lanes hold.
+    float squares[width / 32];
+#pragma unroll
+    for (int j = 0; j < width / 32; j++) {
+      const float u = room.along[lane + 32 * j];
+      squares[j] = fold_lanes<group>(times(u, u));
+      float limit = fabsf(room.y[lane + 32 * j]);
+#pragma unroll
+      for (int mask = group / 2; mask; mask /= 2) limit = fmaxf(limit, shuffle_xor(limit, mask));
+      if (lane % group == 0) room.limit[(lane + 32 * j) / group] = times(limit, 0.125f);
+    }
     float ahead = 0.0f;
-    if (lane == 0) room.ahead[groups] = 0.0f;
+#pragma unroll
     for (int index = groups - 1; index >= 0; index--) {
-      float u = room.along[index * group + lane % group];
-      ahead = plus(ahead, fold_lanes<group>(times(u, u)));
-      if (lane == 0) room.ahead[index] = ahead;
+      if (lane == index) room.later[index] = part / plus(1.0f, times(part, ahead));
+      ahead = plus(ahead, shuffle(squares[index * group / 32], index * group % 32));
+      if (lane == index) room.below[index] = plus(1.0f, times(part, ahead));
     }
   }
   warp_sync();
 
-  // A lane has one element of a group under one scale; scales beyond what the lanes hold take another turn.
+  // A lane has one element of a group under one scale; scales beyond what the lanes hold take another turn. Each group
+  // waits for the one before it: what is here is a chain of instructions, and as short as it can be.
   constexpr int at_once = 32 / group < TRIALS ? 32 / group : TRIALS;
   const int element = lane % group;
   float error_along = 0.0f;
@@ -127,19 +142,11 @@ DEVICE void store_int4(Int4Room& room, const float (&x)[HELD], u8* row, u8* para
     float target = y, u = 0.0f, later = 0.0f;
     if (aim) {
       u = room.along[index * group + element];
-      float limit = fabsf(y);
-#pragma unroll
-      for (int mask = group / 2; mask; mask /= 2) limit = fmaxf(limit, shuffle_xor(limit, mask));
-      limit = times(limit, 0.125f);
-      const float shift =
-          times(u, times(part, error_along) / plus(1.0f, times(part, room.ahead[index])));
+      const float limit = room.limit[index], shift = times(u, times(part, error_along) / room.below[index]);
       target = minus(y, fminf(fmaxf(shift, -limit), limit));
-      later = part / plus(1.0f, times(part, room.ahead[index + 1]));
+      later = room.later[index];
     }
-    float top = fabsf(target);
-#pragma unroll
-    for (int mask = group / 2; mask; mask /= 2) top = fmaxf(top, shuffle_xor(top, mask));
-    top = times(top / 127.0f, 64.0f);
+    const float top = times(bits_float(warp_most(float_bits(fabsf(target)))) / 127.0f, 64.0f);  // lanes have all of it
     int first = (half_above(fminf(top, HALF_MAX)) + 127) >> 7, step = 1;
     first = first < LARGEST_BYTE ? first : LARGEST_BYTE;
     if (is_key && index == 0) {
@@ -166,15 +173,14 @@ DEVICE void store_int4(Int4Room& room, const float (&x)[HELD], u8* row, u8* para
         moved = plus(error_along, fold_lanes<group>(times(u, error)));
         cost = plus(cost, times(later, times(moved, moved)));
       }
-#pragma unroll
-      for (int j = 0; j < at_once; j++) {
-        const int holder = j * group + element;
-        const float other = shuffle(cost, holder), other_along = shuffle(moved, holder);
-        const int other_byte = shuffle(byte, holder), other_code = shuffle(code, holder);
-        const bool tried = (from + j) * step < TRIALS;
-        if ((from + j == 0) || (tried && other < best_cost))
-          best_cost = other, best_along = other_along, best_byte = other_byte, best_code = other_code;
-      }
+      // The least cost, the first of equals: bits of floats that are not negative are in their order.
+      const u32 bits = trial * step < TRIALS ? float_bits(cost) : 0xFFFFFFFFu;
+      const u32 least = warp_least(bits);
+      const int holder = first_bit(warp_ballot(bits == least)) / group * group + element;
+      const float other = bits_float(least), other_along = shuffle(moved, holder);
+      const int other_byte = shuffle(byte, holder), other_code = shuffle(code, holder);
+      if (from == 0 || (least != 0xFFFFFFFFu && other < best_cost))
+        best_cost = other, best_along = other_along, best_byte = other_byte, best_code = other_code;
     }
     error_along = best_along;
     if (lane < group) room.codes[index * group + lane] = (u8)best_code;
