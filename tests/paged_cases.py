@@ -51,17 +51,19 @@ def step(tokens: list[int], cached: list[int], tables: torch.Tensor, block_size:
     )
 
 
-def make_frame(kv_heads: int, k_dim: int, num_positions: int, g: torch.Generator) -> PlacedFrame:
+def make_frame(kv_heads: int, k_dim: int, num_positions: int, g: torch.Generator, stretch: float = 1.0) -> PlacedFrame:
     """A frame with a centre on some pairs, of which the last elements do not rotate."""
     rotary = k_dim // 4 * 4 if k_dim < 96 else k_dim - 16
     angles = torch.arange(num_positions).unsqueeze(1) * torch.logspace(0, -3, rotary // 2)
     centre = torch.randn(kv_heads, k_dim, generator=g) * (torch.rand(kv_heads, k_dim, generator=g) < 0.3)
     aim = torch.nn.functional.normalize(torch.randn(kv_heads, k_dim, generator=g), dim=-1)
     frame = Frame(centre * 8, aim, torch.full((kv_heads,), 40.0))
-    return PlacedFrame(frame, torch.empty(0), torch.cat((angles.cos(), angles.sin()), 1))
+    return PlacedFrame(frame, torch.empty(0), torch.cat((angles.cos(), angles.sin()), 1) * stretch)
 
 
-def make_case(kernels: KernelSet, geometry: Geometry, batch: Batch, mode: KVMode, framed: bool = False) -> Case:
+def make_case(
+    kernels: KernelSet, geometry: Geometry, batch: Batch, mode: KVMode, framed: bool = False, stretch: float = 1.0
+) -> Case:
     heads, kv_heads, k_dim, v_dim, block_size = geometry
     if mode is KVMode.INT4 and not (head_fits_int4(k_dim) and head_fits_int4(v_dim)):
         pytest.skip("refused when the layout is made")
@@ -72,7 +74,7 @@ def make_case(kernels: KernelSet, geometry: Geometry, batch: Batch, mode: KVMode
     tables = (torch.randperm(num_blocks - 1, generator=g) + 1).view(len(tokens), columns).int()
     pool = KVPool(KVLayout(2, kv_heads, k_dim, v_dim, mode, block_size), num_blocks)
     pool.storage.fill_(0xFF)  # NaN in every float format: what was not written must not be read
-    placed = make_frame(kv_heads, k_dim, columns * block_size, g) if framed else None
+    placed = make_frame(kv_heads, k_dim, columns * block_size, g, stretch) if framed else None
     for b, (n, c) in enumerate(zip(tokens, cached, strict=True)):
         places = torch.arange(n + c)
         slots = tables[b, places // block_size].long() * block_size + places % block_size

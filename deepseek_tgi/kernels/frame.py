@@ -2,8 +2,9 @@
 
 A key is `R_p x`, R_p the rotation of its position p. Its `centre` is a constant of the head before rotation: the bias
 of `k_proj`, or the mean over some text. Low-bit formats store `R_p x - R_p centre`, and what reads a key adds
-`R_p centre` back, made from the same table of cosines: exact, whatever the bias. At INT4 a key says by its mark whether
-that was done (`int4_format`): the keys of first tokens, which attention rests on, are often not near the centre at all.
+`R_p centre` back, made from the same table of cosines: exact, whatever the bias, or (decode steps on a GPU) as exact as
+float32 holds the angle. At INT4 a key says by its mark whether that was done (`int4_format`): the keys of first tokens,
+which attention rests on, are often not near the centre at all.
 `aim` and `weight` shape INT4's errors. A frame means nothing to float formats.
 """
 

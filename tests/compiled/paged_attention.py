@@ -32,7 +32,7 @@ def kernel(
 ) -> CudaKernel:  # fmt: skip
     """The kernel of heads of `width` elements, with as many registers as its blocks leave a thread."""
     shape = DecodeShape(mode, width, width, 16, ratio, BF16, BF16, centred, fused)
-    tiling = replace(shape.tiling(fused or cluster > 1), cluster=cluster)
+    tiling = replace(shape.tiling(fused or cluster > 1, cluster == 8), cluster=cluster)
     matrix = MATRIX_BF16 if mode == "bfloat16" else MATRIX_HALF
     registers = min(255, 65536 // (tiling.warps * 32 * tiling.blocks) // 8 * 8)
     load = EIGHT_BYTES if mode == "int4" and width == 64 else WIDE_LOAD  # a key's row is four loads of a lane or fewer
@@ -48,8 +48,13 @@ CUDA = [
     kernel("fp8_e4m3fn", 128, 4),
     kernel("int4", 128, 4, (HOPPER,)),
     kernel("int4", 128, 4, (HOPPER,), centred=True),
+    kernel("int4", 128, 7, (HOPPER,), centred=True),
     kernel("int4", 64, 7, (HOPPER,), centred=True),
+    kernel("fp8_e4m3fn", 128, 16, (HOPPER,), centred=True),
     kernel("int8", 128, 7, (HOPPER,), centred=True),
+    kernel("int4", 128, 7, (HOPPER,), centred=True, cluster=8),
+    kernel("int4", 128, 4, (HOPPER,), centred=True, cluster=8),
+    kernel("int8", 128, 7, (HOPPER,), centred=True, fused=True, cluster=2),
     kernel("bfloat16", 128, 4, (HOPPER,), fused=True, cluster=8),
     kernel("int8", 128, 4, (HOPPER,), fused=True, cluster=8),
     kernel("int8", 128, 7, (HOPPER,), centred=True, fused=True, cluster=8),

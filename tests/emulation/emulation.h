@@ -71,6 +71,7 @@ struct Copy {
   void* to;
   const void* from;
   bool wanted;
+  int bytes;
 };
 
 struct Collective {
@@ -473,13 +474,19 @@ static inline u16 load_once2(const void* p) { return load_aligned<u16>(p); }
 static inline words4 load_early(const void* p) { return load_aligned<words4>(p); }
 static inline u32 load_kept1(const void* p) { return load_aligned<u8>(p); }
 static inline u32 load_kept2(const void* p) { return load_aligned<u16>(p); }
+static inline u32 load_kept4(const void* p) { return load_aligned<u32>(p); }
 static inline words2 load_kept8(const void* p) { return load_aligned<words2>(p); }
 static inline words4 load_fresh(const void* p) { return load_aligned<words4>(p); }
 static inline float load_fresh_float(const void* p) { return load_aligned<float>(p); }
 static inline void copy_async(void* shared, const void* global, bool wanted = true) {
   if (reinterpret_cast<uintptr_t>(shared) % 16 || (wanted && reinterpret_cast<uintptr_t>(global) % 16))
     emulation::fail("a background copy is not aligned to 16 bytes");
-  emulation::block->current->open.push_back({shared, global, wanted});
+  emulation::block->current->open.push_back({shared, global, wanted, 16});
+}
+static inline void copy_async8(void* shared, const void* global) {
+  if (reinterpret_cast<uintptr_t>(shared) % 8 || reinterpret_cast<uintptr_t>(global) % 8)
+    emulation::fail("a background copy is not aligned to 8 bytes");
+  emulation::block->current->open.push_back({shared, global, true, 8});
 }
 static inline void copy_commit() {
   auto* self = emulation::block->current;
@@ -492,7 +499,7 @@ static inline void copy_wait() {
   while (groups.size() > size_t(pending)) {
     for (auto& copy : groups.front()) {
       if (copy.wanted) {
-        memcpy(copy.to, copy.from, 16);
+        memcpy(copy.to, copy.from, copy.bytes);
       } else {
         memset(copy.to, 0, 16);
       }

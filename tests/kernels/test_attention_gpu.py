@@ -132,14 +132,36 @@ def test_prompts_equal_the_formula(gpu: KernelSet, mode: KVMode, geometry: Geome
         check(gpu, geometry, tokens, cached, mode)
 
 
-@pytest.mark.parametrize("mode", [KVMode.INT8, KVMode.INT4], ids=lambda m: m.value)
-@pytest.mark.parametrize("tokens", [[1, 1, 1], [20, 1, 100]], ids=["decode", "prompts"])
-def test_what_was_taken_off_a_key_is_back(gpu: KernelSet, mode: KVMode, tokens: list[int]) -> None:
-    angles = torch.arange(1200).unsqueeze(1) * torch.logspace(0, -3, 64)
+def placed_centre(kv_heads: int, width: int, rotary: int, part: float, size: float) -> PlacedFrame:
+    """A centre of elements of `size` on a `part` of the elements, of which `rotary` turn."""
+    angles = torch.arange(9216).unsqueeze(1) * torch.logspace(0, -3, rotary // 2)
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1).cuda()
-    centre = torch.randn(4, 128, device="cuda") * (torch.rand(4, 128, device="cuda") < 0.3)
-    placed = PlacedFrame(Frame(centre * 8), torch.empty(0), cos_sin)
-    check(gpu, (28, 4, 128, 128, 16), tokens, [700, 15, 1000], mode, placed)
+    centre = torch.randn(kv_heads, width, device="cuda") * (torch.rand(kv_heads, width, device="cuda") < part)
+    return PlacedFrame(Frame(centre * size), torch.empty(0), cos_sin)
+
+
+CENTRED: list[tuple[KVMode, Geometry]] = [
+    *((mode, (28, 4, 128, 128, size)) for mode in (KVMode.INT8, KVMode.FP8, KVMode.INT4) for size in (16, 32)),
+    (KVMode.INT8, (40, 2, 128, 128, 48)),
+    (KVMode.INT4, (14, 2, 64, 64, 16)),
+    (KVMode.FP8, (15, 3, 96, 96, 16)),
+    (KVMode.INT8, (8, 2, 256, 64, 16)),
+    (KVMode.INT4, (8, 2, 256, 64, 16)),
+]
+
+
+@shapes(CENTRED)
+@pytest.mark.parametrize("cached", [[700, 15, 1000], [0, 8191], [100 + n for n in range(70)]], ids=len)
+def test_what_was_taken_off_a_key_is_back(gpu: KernelSet, mode: KVMode, geometry: Geometry, cached: list[int]) -> None:
+    """Few pairs and all, and a part that does not turn; a bias far beyond what keys vary by."""
+    kv_heads, width = geometry[1], geometry[2]
+    for part, rotary, size in ((0.3, width, 8.0), (1.0, width - 32, 1.0), (1.0, width, 20.0)):
+        check(gpu, geometry, [1] * len(cached), cached, mode, placed_centre(kv_heads, width, rotary, part, size))
+
+
+@pytest.mark.parametrize("mode", [KVMode.INT8, KVMode.INT4], ids=lambda m: m.value)
+def test_what_was_taken_off_is_back_in_prompts(gpu: KernelSet, mode: KVMode) -> None:
+    check(gpu, (28, 4, 128, 128, 16), [20, 1, 100], [700, 15, 1000], mode, placed_centre(4, 128, 128, 0.3, 8.0))
 
 
 @EVERY_MODE

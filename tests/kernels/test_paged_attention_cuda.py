@@ -13,9 +13,9 @@ from oracles import kernels as oracle
 
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import ComputeDtype
-from deepseek_tgi.kernels.cuda.machine import machine_of
+from deepseek_tgi.kernels.cuda.machine import machine_of, shared_limit
 from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec
-from deepseek_tgi.kernels.paged_attention.cuda import DecodeShape, PagedDecode, Tiling, shared_limit, shared_start
+from deepseek_tgi.kernels.paged_attention.cuda import DecodeShape, PagedDecode, Tiling, shared_start
 from deepseek_tgi.kernels.select import select_kernels
 from deepseek_tgi.kv.layout import KVLayout, KVMode
 from deepseek_tgi.kv.pool import KVPool
@@ -180,11 +180,26 @@ def test_a_row_of_padding_harms_no_other() -> None:
     assert bool(attend(case)[0].isfinite().all())
 
 
-@pytest.mark.parametrize("mode", [KVMode.INT8, KVMode.INT4], ids=lambda m: m.value)
-@pytest.mark.parametrize("geometry", [(14, 2, 64, 64, 16), (4, 1, 128, 64, 32)], ids=["H14-G2-D64", "H4-G1-D128-V64"])
-def test_what_was_taken_off_a_key_is_back(mode: KVMode, geometry: paged_cases.Geometry) -> None:
+CENTRED = [  # heads, KV heads, key and value size, block size
+    (KVMode.INT8, (14, 2, 64, 64, 16)),
+    (KVMode.INT8, (4, 1, 128, 64, 32)),
+    (KVMode.INT4, (14, 2, 64, 64, 16)),
+    (KVMode.INT4, (4, 1, 128, 64, 32)),
+    (KVMode.FP8, (3, 1, 96, 96, 48)),
+    (KVMode.INT8, (10, 1, 32, 64, 16)),
+    (KVMode.INT8, (2, 1, 192, 32, 16)),
+    (KVMode.INT4, (2, 1, 256, 64, 32)),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "geometry"), CENTRED, ids=[f"{m.value}-H{g[0]}-G{g[1]}-D{g[2]}-V{g[3]}-S{g[4]}" for m, g in CENTRED]
+)
+@pytest.mark.parametrize("stretch", [1.0, 1.37], ids=["plain", "yarn"])
+def test_what_was_taken_off_a_key_is_back(mode: KVMode, geometry: paged_cases.Geometry, stretch: float) -> None:
+    """`stretch` is what yarn multiplies cosines and sines by."""
     kernels = select_kernels("cpu", ComputeDtype.FLOAT32, "torch", 1)
-    case = paged_cases.make_case(kernels, geometry, ([1, 1, 1], [60, 255, 15]), mode, framed=True)
+    case = paged_cases.make_case(kernels, geometry, ([1, 1, 1], [60, 255, 15]), mode, framed=True, stretch=stretch)
     q = case.q.bfloat16()
     out = torch.full((*q.shape[:2], geometry[3]), float("nan"))
     PagedDecode(EmulatedPrograms(), 2, CPU)(q, case.pool.view(1), case.inputs, case.scale, out, placed=case.placed)

@@ -54,7 +54,7 @@ def test_the_fused_call_is_its_parts(
 ) -> None:
     tables = (torch.randperm(24) + 1).view(2, 12).int()
     inputs = step(tokens, [150, 17], tables)
-    angles = torch.rand(192, WIDTH // 2) * 6
+    angles = torch.arange(192).unsqueeze(1) * torch.logspace(0, -3, WIDTH // 2)
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
     norms = HeadNorms(torch.rand(WIDTH) + 0.5, torch.rand(WIDTH) + 0.5, 1e-6) if extras else None
     frame = Frame(torch.randn(KV_HEADS, WIDTH) * 3) if extras else None
@@ -95,6 +95,30 @@ def test_what_no_kernel_takes_is_said_once_and_done_by_others(caplog: pytest.Log
     assert len(caplog.records) == 1
     assert "no CUDA kernel for pages of float32" in caplog.text
     assert torch.equal(y, torch.zeros_like(y))
+
+
+def test_keys_with_a_centre_and_uneven_angles_go_to_others(caplog: pytest.LogCaptureFixture) -> None:
+    """As a base that grows with the position makes them: the kernel composes angles from those of 16 tokens."""
+    tables = (torch.randperm(24) + 1).view(2, 12).int()
+    inputs = step([1, 1], [150, 17], tables)
+    bases = 10000.0 * (1 + torch.arange(192.0).clamp(min=64) / 8)
+    angles = torch.arange(192).unsqueeze(1) * bases.unsqueeze(1) ** -torch.linspace(0, 1, WIDTH // 2)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    frame = Frame(torch.randn(KV_HEADS, WIDTH) * 3)
+    rows = torch.randn(2, HEADS + 2 * KV_HEADS, WIDTH).bfloat16()
+    results = []
+    for attend in (make_op(8), TORCH.qkv_attention):
+        pool = KVPool(KVLayout(1, KV_HEADS, WIDTH, WIDTH, KVMode.INT8), 25)
+        pool.storage.fill_(0x2A)
+        out = torch.full((2, HEADS, WIDTH), float("nan")).bfloat16()
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                q, k, v = rows.clone().split((HEADS, KV_HEADS, KV_HEADS), 1)
+                attend(q, k, v, pool.view(0), inputs, cos_sin=cos_sin, scale=0.125, out=out, frame=frame)
+        results.append(out.float())
+    assert "angles that are not in proportion to positions" in caplog.text
+    assert len(caplog.records) == 1
+    assert (results[0] - results[1]).abs().max() <= 2.0**-6 * results[1].abs().max()
 
 
 def test_heads_that_do_not_fit_the_pages_are_refused() -> None:

@@ -12,11 +12,11 @@ from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import DeviceError
 from deepseek_tgi.kernels.common import ACTIVATIONS
 from deepseek_tgi.kernels.cuda.heads import MODES, Norms, page_bytes
-from deepseek_tgi.kernels.cuda.machine import machine_of
+from deepseek_tgi.kernels.cuda.machine import machine_of, shared_limit
 from deepseek_tgi.kernels.cuda.program import Argument, Kernel, KernelSpec, Programs, spec
 from deepseek_tgi.kernels.frame import PlacedFrame
 from deepseek_tgi.kernels.paged_attention import PagedAttention, check_paged_attention
-from deepseek_tgi.kernels.paged_attention.turns import NO_TURNS, TurnTables
+from deepseek_tgi.kernels.paged_attention.turns import NO_TURNS, Turns, TurnTables
 from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kernels.select import KernelSet
 
@@ -31,8 +31,6 @@ CLUSTERED_PART = 7 / 8
 """Of the multiprocessors, what clusters of more than two are sure to find room on all at once (an H200: 15 of 8 where
 132 / 8 is 16): blocks share contexts of any length evenly, so one that comes late costs as much as all others.
 """
-SHARED_BYTES = 227 << 10
-"""What a block may have on the GPUs this is tuned for."""
 LEAST_TOKENS = 256
 """What a block takes at least: fewer tokens cost more in putting the parts together than they win."""
 MORE_PIECES = 2
@@ -48,13 +46,6 @@ def provide(kernels: KernelSet) -> KernelSet:
         shared_limit(machine.capability), start=shared_start(machine.programs, kernels.device),
     )  # fmt: skip
     return replace(kernels, paged_attention=PagedAttentionOp(decode, kernels.paged_attention))
-
-
-def shared_limit(capability: int) -> int:
-    """Bytes of shared memory that a block may have (CUDA programming guide, technical specifications)."""
-    if 90 <= capability < 120:
-        return SHARED_BYTES
-    return (163 if capability in (80, 87) else 99) << 10
 
 
 def shared_start(programs: Programs, device: torch.device) -> int:
@@ -75,13 +66,20 @@ class PagedAttentionOp:
         self._others = others
         self._said: set[str] = set()
 
-    def takes_heads(self, q: torch.Tensor, pages: LayerPages, inputs: ForwardInputs, out: torch.Tensor) -> bool:
+    def takes_heads(
+        self,
+        q: torch.Tensor,
+        pages: LayerPages,
+        inputs: ForwardInputs,
+        out: torch.Tensor,
+        placed: PlacedFrame | None,
+    ) -> bool:
         """Whether `attend_heads` does this step: one of few requests, where launches and latencies are most."""
         decodes = inputs.max_seqlen == 1 and q.shape[0] == inputs.cache_lens.shape[0] > 0
         if not decodes or pages.mode == "int4":
             return False
         shape = decode_shape(q, pages, out)
-        return shape.unfit is None and self._decode.is_few(shape, pages, q.shape[0])
+        return self._decode.unfit(shape, pages, placed) is None and self._decode.is_few(shape, pages, q.shape[0])
 
     def attend_heads(
         self,
@@ -113,7 +111,7 @@ class PagedAttentionOp:
         y = q.new_empty((*q.shape[:2], pages.v_dim)) if out is None else out
         if inputs.max_seqlen > 1 or q.shape[0] != inputs.cache_lens.shape[0]:
             return self._others(q, pages, inputs, scale, y, placed=placed)
-        unfit = decode_shape(q, pages, y).unfit
+        unfit = self._decode.unfit(decode_shape(q, pages, y), pages, placed)
         if unfit is None:
             if y.numel():
                 self._decode(q, pages, inputs, scale, y, placed=placed)
@@ -189,17 +187,21 @@ class DecodeShape:
         """Groups of a KV head."""
         return -(-self.ratio // self.rows)
 
-    def tiling(self, few: bool = False) -> Tiling:
-        """How the work is cut; `few` where requests and heads are fewer than multiprocessors. Measured on an H200."""
+    def tiling(self, few: bool = False, fewest: bool = False) -> Tiling:
+        """How the work is cut; `few` where requests and heads are fewer than multiprocessors, `fewest` where so many
+        blocks share each. Measured on an H200.
+        """
         if max(self.k_dim, self.v_dim) > 128 or self.query_tiles > 1:
             return Tiling(1, 4, 2)
         if MODES[self.mode] < 2:
             return Tiling(1, 8, 1) if few else Tiling(2, 4, 2)
+        if self.centred and not fewest:
+            return Tiling(1, 16, 1) if self.mode == "int4" else Tiling(1, 12, 1)
         if self.mode == "int4":
-            return Tiling(1, 8, 2) if few or self.centred else Tiling(2, 8, 2)
-        if self.centred:
-            return Tiling(1, 8, 1) if self.fused else Tiling(1, 4, 3)
-        return Tiling(1, 8, 2)
+            if self.centred and self.ratio > 4:  # two sets of sums: 128 registers are too few
+                return Tiling(1, 12, 1)
+            return Tiling(1, 8, 2) if few else Tiling(2, 8, 2)
+        return Tiling(1, 8, 1) if self.centred else Tiling(1, 8, 2)
 
     def spec(self, tiling: Tiling, start: int = 0) -> KernelSpec:
         """The kernel; `start` is where a block's dynamic shared memory begins, if that is known."""
@@ -219,7 +221,13 @@ class DecodeShape:
         words += (self.k_dim + self.v_dim) // 2 + 2  # a key and a value as stored
         words += self.k_dim * (self.fused + self.centred)  # a row of cosines and sines, a centre
         if self.centred:
-            words += self.query_tiles * (68 * (self.k_dim // 8 + 4) + 8)
+            slots = self.k_dim // 2
+            words += self.rows * 2 * (slots + 4) + 3 * slots + 4  # queries' pairs, a head's own
+            words += 0 if self.mode == "int4" else 32 * slots  # cosines and sines of 16 tokens
+            starts = 4 * tiling.tiles * slots
+            if self.rows * (self.v_dim + 4) < max(self.k_dim, self.v_dim) + starts:
+                words += tiling.warps * starts  # the centre at starts of tiles, where sums have no room for it
+            words += 2
         table = INT4_TABLE_BYTES if self.mode == "int4" else 0
         return table + -(-4 * words // 64) * 64
 
@@ -233,7 +241,7 @@ class PagedDecode:
         num_processors: int,
         device: torch.device,
         clusters: Sequence[int] = (),
-        most_shared: int = SHARED_BYTES,
+        most_shared: int = shared_limit(90),
         *,
         start: int = 0,
     ) -> None:
@@ -282,9 +290,9 @@ class PagedDecode:
         Other `tiling`, `least_tokens` and `more_pieces` are for measuring.
         """
         q, out = rows
-        centred = pages.quantised and placed is not None and placed.frame.centre is not None
-        shape = replace(decode_shape(q, pages, out), centred=centred, fused=new is not None)
-        turns = self._turns.of(placed, pages) if centred and placed is not None else NO_TURNS
+        turns = self._turns_of(pages, placed)
+        assert turns is not None, "`unfit` says so"
+        shape = replace(decode_shape(q, pages, out), centred=turns is not NO_TURNS, fused=new is not None)
         batch, groups = inputs.cache_lens.shape[0], pages.num_heads * shape.groups
         cut = tiling or self._tiling(shape, batch * groups)
         num_blocks = self._clusters_of(cut, cut.cluster) * cut.cluster
@@ -297,11 +305,22 @@ class PagedDecode:
                 inputs.block_tables, inputs.block_tables.stride(0), inputs.cache_lens, batch, pages.num_heads,
                 scale, out, self._workspace(num_blocks, shape.rows * (shape.v_dim + 2)),
                 self._counters(batch * groups), least_pieces, more_pieces,
-                turns.centre, turns.table, turns.pairs, turns.steps,
+                turns.centre, turns.starts, turns.heads, turns.steps,
                 *((None, turns.rotary, *_NO_HEADS) if new is None else _heads(new, inputs)),
             ),
             overlap=_recorded(self._device),
         )  # fmt: skip
+
+    def unfit(self, shape: DecodeShape, pages: LayerPages, placed: PlacedFrame | None) -> str | None:
+        """Why there is no kernel for this shape and frame, if so."""
+        if shape.unfit is None and self._turns_of(pages, placed) is None:
+            return "keys with a centre and angles that are not in proportion to positions"
+        return shape.unfit
+
+    def _turns_of(self, pages: LayerPages, placed: PlacedFrame | None) -> Turns | None:
+        if placed is None or placed.frame.centre is None or not pages.quantised:
+            return NO_TURNS
+        return self._turns.of(placed, pages)
 
     def is_few(self, shape: DecodeShape, pages: LayerPages, batch: int) -> bool:
         """Whether requests and heads are fewer than multiprocessors."""
@@ -309,7 +328,7 @@ class PagedDecode:
 
     def _tiling(self, shape: DecodeShape, groups: int) -> Tiling:
         """The shape's own as far as shared memory goes, in clusters where there is one for every group."""
-        cut = shape.tiling(groups < self._num_processors)
+        cut = shape.tiling(groups < self._num_processors, 8 * groups < self._num_processors)
         while shape.shared_bytes(cut) > self._most_shared and cut.warps > 2:
             cut = replace(cut, warps=cut.warps // 2)
         fitting = (size for size in self._clusters if groups <= self._clusters_of(cut, size))

@@ -67,7 +67,7 @@ class QkvAttentionOp:
             check_frame("qkv_attention", pages, placed)
         norms = None if head_norms is None else Norms(head_norms.q, head_norms.k, head_norms.eps)
         attention = self._attention
-        if isinstance(attention, PagedAttentionOp) and attention.takes_heads(q, pages, inputs, out):
+        if isinstance(attention, PagedAttentionOp) and attention.takes_heads(q, pages, inputs, out, placed):
             scales = (None, None) if frame is None else (frame.k_scale, frame.v_scale)
             new = NewHeads(k, v, cos_sin, norms, *scales)
             attention.attend_heads(q, new, pages, inputs, scale=scale, out=out, placed=placed)

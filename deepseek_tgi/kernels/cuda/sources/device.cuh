@@ -231,6 +231,11 @@ DEVICE u32 load_kept2(const void* p) {
   asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(r) : "l"(p));
   return r;
 }
+DEVICE u32 load_kept4(const void* p) {
+  u32 r;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(r) : "l"(p));
+  return r;
+}
 DEVICE words2 load_kept8(const void* p) {
   words2 r;
   asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p));
@@ -265,6 +270,9 @@ DEVICE u32 load_shared(u32 at) {
 DEVICE void copy_async(void* shared, const void* global, bool wanted = true) {
   int bytes = wanted ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes));
+}
+DEVICE void copy_async8(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global));
 }
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;"); }
 // Until at most `pending` of this thread's groups are under way; others' copies need a block_sync as well.

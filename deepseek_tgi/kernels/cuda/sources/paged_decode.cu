@@ -15,10 +15,9 @@
 // asks for before the projection is done: earlier steps wrote that. Block tables and lengths are older than any kernel
 // of the step in every case.
 //
-// With CENTRE, keys were stored without R_p c, the rotation of a constant to their position. What that adds to a score is
-// a sum over pairs of elements of cos and sin times what query and constant come to: more columns of the product, whose
-// keys are a table of cosines and sines in two halves each, high and low. INT4 keys say by their mark whether they did;
-// INT4 vectors are rotated once more, so queries are before and results after.
+// With CENTRE, keys were stored without R_p c, the rotation of a constant to their position; decode_turns.cuh says how
+// that comes back. INT4 keys say by their mark whether it was taken off; INT4 vectors are rotated once more, so queries are
+// before and results after.
 //
 // Scores are in powers of two. INT8: q k = scale (q codes) + zero (sum of q); the scale of a value joins its weight as
 // an exponent, so that weights fit in half precision, and its zero is summed apart. The largest score is followed
@@ -37,7 +36,6 @@ constexpr int OUT_HELD = DV / 32;                // elements of a result that a 
 constexpr int QUERY_ROW = DK / 2 + 1;            // words
 constexpr bool FACTORS_APART = MODE == 2 && !CENTRE;  // read where they are used: registers are short
 constexpr float SLACK = 8.0f;
-constexpr int SECTOR = 32;  // bytes that the cache asks for at least
 constexpr int V_SETS = MODE == 4 ? (RATIO <= 4 ? 1 : 2 * NT) : NT;  // columns of the product with values, by eight
 constexpr float LOG2_E = 1.4426950408889634f;
 #if CLUSTER > 1
@@ -52,6 +50,10 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float unrotating(int width) { return width == 64 ? 0.125f : 0.0625f; }
 constexpr float K_TURN = unrotating(DK);
 constexpr float K_FACTOR = MODE == 4 ? 1.0f / 64 : 1.0f, V_FACTOR = MODE == 4 ? unrotating(DV) / 64 : 1.0f;
+
+#if CENTRE
+constexpr bool OWN_STARTS = QUERIES * PART_ROW < WORK_FLOATS;
+#endif
 
 // Behind the table of INT4 levels.
 struct __align__(16) Shared {
@@ -69,7 +71,8 @@ struct __align__(16) Shared {
 #endif
 #if CENTRE
   float centre[DK];
-  Turns turns[NT];
+  Turns turns;
+  words2 starts[OWN_STARTS ? WARPS * 2 * TILES * SLOTS : 1];  // of warps, where sums have no room for them
 #endif
 };
 static_assert(sizeof(Shared) + (MODE == 4 ? LEVEL_TABLE_BYTES : 0) <= SHARED, "what the launch asks for");
@@ -77,8 +80,9 @@ static_assert(QUERIES * PART_ROW >= LARGEST, "room for a head");
 
 #include "decode_sums.cuh"
 
-// Query `query` of the group as an operand. Half precision needs it near 1, so it is scaled by a power of two.
-DEVICE void lay_query(Shared& shared, int query, float (&x)[HELD], float scale) {
+// Query `query` of the group as an operand. Half precision needs it near 1, so it is scaled by a power of two: by which is
+// returned.
+DEVICE float lay_query(Shared& shared, int query, float (&x)[HELD], float scale) {
   const int lane = lane_id();
   float magnitude = 0.0f, sum = 0.0f, shrink = 1.0f;
   if constexpr (MODE == 4) {
@@ -99,6 +103,7 @@ DEVICE void lay_query(Shared& shared, int query, float (&x)[HELD], float scale) 
   if (MODE == 2) sum = warp_sum(sum);
   const float factor = 1.0f / shrink * (scale * LOG2_E * K_FACTOR);
   if (lane == 0) shared.factor[query] = factor, shared.query_sum[query] = sum * factor;
+  return shrink;
 }
 
 #if FUSED
@@ -118,7 +123,7 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
     paged_decode(const void* q, i64 q_stride, u8* k, u8* v, u8* k_params, u8* v_params, i64 page_bytes,
                  const int* __restrict__ tables, int columns, const int* __restrict__ cache_lens, int batch, int kv_heads,
                  float scale, void* __restrict__ out, float* parts, int* arrived, int least_pieces, int more_pieces,
-                 const float* __restrict__ centre, const u8* __restrict__ turn_table, const int* __restrict__ turn_pairs,
+                 const float* __restrict__ centre, const u8* __restrict__ turn_starts, const u8* __restrict__ turn_heads,
                  int turn_steps, const float* __restrict__ cos_sin, int rotary, const void* new_k,
                  i64 k_stride, const void* new_v, i64 v_stride, const float* __restrict__ q_norm,
                  const float* __restrict__ k_norm, float eps, const int* __restrict__ positions,
@@ -187,17 +192,17 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
         load_values(values[j], v, v_params, next_page[j] * page_bytes, place);
       }
     };
-#if CENTRE
-    // The rows of cosines and sines of the warp's tokens, asked for in advance: they lie together.
-    auto ask_turns = [&](int token) {
-      const i64 row = (rotary / 2 + 1) * 8, end = smaller(token + 16 * TILES, length) * row;
-      for (i64 at = token * row + lane * SECTOR; at < end; at += 32 * SECTOR) load_kept8(turn_table + at);
-    };
-#endif
     // A warp leaves when its own tiles end: the last piece may hold fewer.
     int iterations = segment.end - segment.begin;
     if (iterations && (segment.end - 1) * STEP + offset >= length) iterations--;
     int token = segment.begin * STEP + offset;
+#if CENTRE
+    const TurnHead head = turn_head(shared.turns, turn_heads, kv_head, turn_steps);
+    words2* const turned =
+        OWN_STARTS ? shared.starts + warp * (2 * TILES * SLOTS) : (words2*)(shared.sums[warp][0] + LARGEST);
+    bring_table(shared.turns, head);
+    bring_starts<false>(turned, head, turn_starts, token, length, rotary / 2);
+#endif
     // The new token's row comes with the others as it was; what is stored there replaces it.
     if (!FUSED) wait_for_earlier();
     if (iterations > 0) {
@@ -213,17 +218,15 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
 #endif
 #if CENTRE
     for (int i = threadIdx.x; i < DK; i += THREADS) shared.centre[i] = centre[kv_head * DK + i];
-    const int turns_end = (turn_steps + TURN_BATCH - 1) / TURN_BATCH * TURN_BATCH;
-    for (int i = threadIdx.x; i < 4 * turns_end; i += THREADS)
-      shared.turns[0].pairs[i] = i < 4 * turn_steps ? turn_pairs[kv_head * 4 * turn_steps + i] : -1;
-    ask_turns(token);
+    const float grow = head.grow() / K_FACTOR;
+    if (FUSED) copy_wait<0>(), turn_centre<false>(turned, head);
 #endif
     // Queries that are not, of a group that is not full: what is computed with them is not used, and no NaN.
     for (int query = queries + warp; query < QUERIES; query += WARPS) {
       for (int i = lane; i < DK / 2; i += 32) shared.queries[query][i] = 0;
       if (lane == 0) shared.factor[query] = shared.query_sum[query] = 0.0f;
 #if CENTRE
-      no_turns(shared.turns[query / 8], query % 8, turns_end);
+      lay_no_pairs(shared.turns, query, turn_steps);
 #endif
     }
     if (FUSED) wait_for_earlier();
@@ -233,7 +236,7 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
     float x[HELD] = {}, *own = shared.sums[warp][0];
 #if FUSED
     if (fresh && warp < 2) {
-      const bool is_value = warp == 1;
+      const bool is_value = warp == 0;  // the shorter one: this warp may have a query as well
       u32* row = is_value ? shared.value : shared.key;
       const i64 page = slot / BLOCK * page_bytes;
       const int place = kv_head * BLOCK + (int)(slot % BLOCK);
@@ -265,11 +268,16 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
       for (int j = 0; j < DK / 32; j++) own[lane + 32 * j] = x[j];
       warp_sync();
-      turn_query(shared.turns[query / 8], query % 8, own, shared.centre, shared.turns[0].pairs, turns_end, rotary);
+      const float shrink = lay_query(shared, query, x, scale);
+      lay_pairs<FUSED>(shared.turns, query, own, shrink, shared.centre, head, rotary / 2);
       warp_sync();
-#endif
+#else
       lay_query(shared, query, x, scale);
+#endif
     }
+#if CENTRE
+    if (!FUSED) copy_wait<0>(), turn_centre<false>(turned, head);
+#endif
     block_sync();
     u32 operand[NT][K_STEPS][2];
     const volatile float *factors = shared.factor, *query_sums = shared.query_sum;
@@ -303,11 +311,21 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
       const bool more = n + 1 < iterations;
       if (more) turn_to(n + 1);
 #if CENTRE
-      if (more) ask_turns(token + STEP);
+      words2* const now_turned = turned + n % 2 * (TILES * SLOTS);
+      if (n) copy_wait<0>(), turn_centre<true>(now_turned, head);
+      warp_sync();
+      if (more) {
+        words2* const next = turned + (n + 1) % 2 * (TILES * SLOTS);
+        bring_starts<true>(next, head, turn_starts, token + STEP, length, rotary / 2);
+      }
 #endif
       float s[TILES][NT][4], bits[TILES][2], zeros[TILES][2], lift[2];
 #pragma unroll
       for (int j = 0; j < TILES; j++) {
+#if CENTRE
+        float off[NT][4];  // first: keys may still be under way
+        turned_scores(off, shared.turns, now_turned + j * SLOTS, turn_steps);
+#endif
         if (fresh) take_key(keys[j], shared.key, length - 1 - token - 16 * j);
 #pragma unroll
         for (int m = 0; m < NT; m++) s[j][m][0] = s[j][m][1] = s[j][m][2] = s[j][m][3] = 0.0f;
@@ -317,36 +335,6 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
           for (int half = 0; half < 2; half++) marked[half] = shuffle(keys[j].params[half], lane & ~3) & 1;
         }
-        float off[NT][4] = {}, rest[NT][4] = {};
-        for (int first = 0; first < turn_steps; first += TURN_BATCH) {
-          u32 high[TURN_BATCH][2], low[TURN_BATCH][2];
-#pragma unroll
-          for (int i = 0; i < TURN_BATCH; i++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-              const int position = smaller(token + 16 * j + g + 8 * half, length - 1);
-              const int pair = larger(0, shared.turns[0].pairs[4 * (first + i) + t]);
-              const words2 turn = load_kept8(turn_table + ((i64)position * (rotary / 2 + 1) + pair) * 8);
-              high[i][half] = turn.x, low[i][half] = turn.y;
-            }
-#pragma unroll
-          for (int i = 0; i < TURN_BATCH; i++)
-#pragma unroll
-            for (int m = 0; m < NT; m++) {
-              const u32 a[4] = {high[i][0], high[i][1], low[i][0], low[i][1]};
-              const u32 weight = shared.turns[m].high[first + i][lane], both[2] = {weight, weight};
-              mma_half(off[m], a, both);
-              if (i % 2) {
-                const u32 highs[4] = {high[i - 1][0], high[i - 1][1], high[i][0], high[i][1]};
-                const u32 lows[2] = {shared.turns[m].low[first + i - 1][lane], shared.turns[m].low[first + i][lane]};
-                mma_half(rest[m], highs, lows);
-              }
-            }
-        }
-#pragma unroll
-        for (int m = 0; m < NT; m++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) off[m][i] += rest[m][i];
 #endif
 #if MODE == 4
         settle(keys[j], lift);
@@ -370,8 +358,7 @@ extern "C" __global__ void SHAPE __launch_bounds__(THREADS, BLOCKS)
               score *= key_scale * (FACTORS_APART ? factors[8 * m + 2 * t + i] : factor[m][i]);
               if (MODE == 2) score += query_sums[8 * m + 2 * t + i] * key_zero;
 #if CENTRE
-              const float more = off[m][2 * half + i] * (shared.turns[m].grow[2 * t + i] * (scale * LOG2_E));
-              if (marked[half]) score += more;
+              if (marked[half]) score += off[m][2 * half + i] * (factor[m][i] * grow);
 #endif
             }
         }
