@@ -1,4 +1,6 @@
-"""Compiles the Triton kernels listed on standard input for GPUs this machine has not; prints where the cubins lie."""
+"""Compiles the Triton kernels listed on standard input for GPUs this machine has not; prints where the cubins lie, and
+the shared memory of their blocks.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 
-def build(kernel: dict[str, Any], arch: str) -> bytes:
-    """One kernel's cubin."""
+def build(kernel: dict[str, Any], arch: str) -> tuple[bytes, int]:
+    """One kernel's cubin, and bytes of shared memory."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -23,8 +25,8 @@ def build(kernel: dict[str, Any], arch: str) -> bytes:
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
     capability = int("".join(c for c in arch if c.isdigit()))
     options = {"num_warps": kernel["num_warps"], "num_stages": kernel["num_stages"]}
-    code: bytes = compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
-    return code
+    made = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return made.asm["cubin"], made.metadata.shared
 
 
 def main() -> None:
@@ -33,8 +35,9 @@ def main() -> None:
     paths = []
     for i, (name, kernel, arch) in enumerate(json.load(sys.stdin)):
         path = folder / f"triton-{i}-{arch}.cubin"
-        path.write_bytes(build(kernel, arch))
-        paths.append((name, arch, str(path)))
+        code, shared = build(kernel, arch)
+        path.write_bytes(code)
+        paths.append((name, arch, str(path), shared))
     print(json.dumps(paths))
 
 

@@ -23,7 +23,9 @@ import triton
 from deepseek_tgi.kernels.cuda.program import KernelSpec
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-HOPPER, AMPERE = "sm_90a", "sm_80"
+HOPPER, AMPERE, ADA = "sm_90a", "sm_80", "sm_89"
+MOST_SHARED = {HOPPER: 232_448, AMPERE: 166_912, ADA: 101_376}
+"""Bytes of a block: CUDA programming guide, technical specifications."""
 
 WIDE_LOAD = r"LDG\.E\.(.*\.)?128.*"
 WIDE_COPY = r"LDGSTS\.E\.(.*\.)?128.*"
@@ -76,6 +78,8 @@ class TritonKernel:
     num_stages: int = 3
     archs: tuple[str, ...] = (HOPPER, AMPERE)
     must_not: tuple[str, ...] = field(default=())
+    tuned: bool = True
+    """False: it is to fit and to multiply as it should, on a GPU that nothing was tuned for."""
 
     def __str__(self) -> str:
         values = "-".join(f"{key.lower()}{value}" for key, value in self.constants.items())
@@ -126,8 +130,10 @@ def compile_cuda(spec: KernelSpec, arch: str, folder: Path) -> Compiled:
     return disassemble(target, spec.name)
 
 
-def compile_triton(kernels: list[TritonKernel], folder: Path) -> dict[tuple[str, str], Path]:
-    """Cubins by kernel and architecture; in a process of its own, where Triton compiles instead of interpreting."""
+def compile_triton(kernels: list[TritonKernel], folder: Path) -> dict[tuple[str, str], tuple[Path, int]]:
+    """Cubins and bytes of shared memory by kernel and architecture; in a process of its own, where Triton compiles
+    instead of interpreting.
+    """
     if not kernels:
         return {}
     work = [(str(kernel), asdict(kernel), arch) for kernel in kernels for arch in kernel.archs]
@@ -137,7 +143,7 @@ def compile_triton(kernels: list[TritonKernel], folder: Path) -> dict[tuple[str,
         input=json.dumps(work), env=environ, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    return {(name, arch): Path(path) for name, arch, path in json.loads(done.stdout)}
+    return {(name, arch): (Path(path), shared) for name, arch, path, shared in json.loads(done.stdout)}
 
 
 @cache

@@ -5,6 +5,7 @@ heads they are a warpgroup's, with one wait for the scores and one for the sums.
 from __future__ import annotations
 
 from compiled.kernels import (
+    ADA,
     AMPERE,
     HOPPER,
     MATRIX_BF16,
@@ -64,4 +65,8 @@ def expanded(tile: dict[str, int], arch: str, must: str) -> TritonKernel:
     )  # fmt: skip
 
 
-TRITON = [expanded(HOPPER_TILE, HOPPER, WARPGROUP_MATRIX), expanded(TILE, AMPERE, MATRIX_BF16)]
+TRITON = [
+    expanded(HOPPER_TILE, HOPPER, WARPGROUP_MATRIX),
+    expanded(TILE, AMPERE, MATRIX_BF16),
+    expanded(TILE, ADA, MATRIX_BF16),
+]

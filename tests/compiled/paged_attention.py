@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import torch
 from compiled.kernels import (
+    ADA,
     AMPERE,
     HOPPER,
     MATRIX_BF16,
+    MOST_SHARED,
     WARPGROUP_MATRIX,
     WIDE_LOAD,
     CudaKernel,
@@ -64,11 +66,12 @@ CUDA = [
 
 
 def tile(
-    mode: str, width: int, ratio: int, rows: int | None, rotary: int = 0, must: tuple[str, ...] = (), parts: int = 1
-) -> TritonKernel:
-    """The Triton kernel for requests of `rows` rows over such a cache."""
+    mode: str, width: int, ratio: int, rows: int | None, rotary: int = 0, must: tuple[str, ...] = (), parts: int = 1,
+    arch: str = HOPPER,
+) -> TritonKernel:  # fmt: skip
+    """The Triton kernel for requests of `rows` rows over such a cache, its tile cut for `arch`."""
     pages = KVPool(KVLayout(1, 1, width, width, KVMode(mode)), 1).view(0)
-    cut = tile_shape(pages, rows, centred=rotary > 0, parts=parts)
+    cut = tile_shape(pages, rows, centred=rotary > 0, parts=parts, most_shared=MOST_SHARED[arch])
     return TritonKernel(
         "deepseek_tgi.kernels.paged_attention.tile_kernel:paged_tile",
         {
@@ -85,7 +88,8 @@ def tile(
         divisible=("q", "k", "k_rest", "v", "k_scale", "v_scale", "out", "q_stride", "page_bytes"),
         num_warps=cut["num_warps"],
         num_stages=cut["num_stages"],
-        archs=(HOPPER,),
+        archs=(arch,),
+        tuned=arch == HOPPER,
     )
 
 
@@ -97,4 +101,10 @@ TRITON = [
     tile("int4", 128, 4, None),
     tile("int8", 128, 7, 7, rotary=128),
     tile("int4", 64, 4, 4, rotary=64),
+    *(tile("bfloat16", 128, 4, None, must=(MATRIX_BF16,), arch=arch) for arch in (AMPERE, ADA)),
+    *(tile("int8", 128, 7, None, rotary=128, arch=arch) for arch in (AMPERE, ADA)),
+    tile("bfloat16", 128, 7, None, must=(MATRIX_BF16,), parts=2, arch=ADA),
+    tile("bfloat16", 256, 4, None, must=(MATRIX_BF16,), arch=ADA),
+    tile("int4", 128, 4, None, rotary=128, arch=ADA),
+    tile("int8", 128, 7, 7, rotary=128, arch=ADA),
 ]

@@ -14,6 +14,7 @@ from compiled.kernels import (
     CONSTANT_READ,
     EARLY,
     HOPPER,
+    MOST_SHARED,
     Compiled,
     CudaKernel,
     TritonKernel,
@@ -39,15 +40,16 @@ TRITON: list[tuple[TritonKernel, str]] = [(kernel, arch) for kernel in listed("T
 
 
 @pytest.fixture(scope="module")
-def cubins(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+def cubins(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Path, int]]:
     """All Triton kernels, compiled together: starting torch and Triton costs more than a kernel."""
     return compile_triton(list(listed("TRITON")), tmp_path_factory.mktemp("cubins"))
 
 
 def check(kernel: CudaKernel | TritonKernel, compiled: Any) -> None:
     assert compiled.registers <= min(kernel.max_registers, MAX_THREAD_REGISTERS)
-    assert compiled.stack_bytes == 0, "spills, or an array that is indexed at run time"
-    assert not compiled.count(r"(LDL|STL).*"), "spills"
+    if getattr(kernel, "tuned", True):
+        assert compiled.stack_bytes == 0, "spills, or an array that is indexed at run time"
+        assert not compiled.count(r"(LDL|STL).*"), "spills"
     for pattern in kernel.must:
         assert compiled.count(pattern), f"no {pattern} among {sorted(compiled.instructions)}"
     for pattern in kernel.must_not:
@@ -76,5 +78,7 @@ def test_cuda_kernel(kernel: CudaKernel, arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "arch"), TRITON, ids=[f"{kernel}-{arch}" for kernel, arch in TRITON])
-def test_triton_kernel(kernel: TritonKernel, arch: str, cubins: dict[tuple[str, str], Path]) -> None:
-    check(kernel, disassemble(cubins[str(kernel), arch]))
+def test_triton_kernel(kernel: TritonKernel, arch: str, cubins: dict[tuple[str, str], tuple[Path, int]]) -> None:
+    cubin, shared = cubins[str(kernel), arch]
+    check(kernel, disassemble(cubin))
+    assert shared <= MOST_SHARED[arch]

@@ -18,6 +18,8 @@ triton = pytest.importorskip("triton")
 
 TORCH = operators(torch.device("cpu"), ComputeDtype.FLOAT32)
 QUANTISED = [mode for mode in KVMode if mode.quantised]
+LITTLE = 99 << 10
+"""Bytes of shared memory of a block of sm_86, sm_89 and sm_120 (CUDA programming guide, technical specifications)."""
 CLOSE = {KVMode.FLOAT16: 2.0**-10, KVMode.INT4: 2.0**-6}
 """What 16-bit operands change a result by, as a part of the largest value; INT4's values are rounded as well."""
 
@@ -86,3 +88,19 @@ def test_tables_that_change_in_place_are_read_as_they_are() -> None:
     assert torch.equal(after, fresh(q, case.pool.view(1), case.inputs, case.scale))
     off = np.abs(after.double().numpy() - expected(replace(case, q=q.float()))).max()
     assert off < 2.0**-6 < np.abs(after.double().numpy() - before.double().numpy()).max()
+
+
+@pytest.mark.parametrize("mode", [KVMode.BFLOAT16, KVMode.INT8], ids=lambda m: m.value)
+def test_a_gpu_with_little_shared_memory_gives_the_same(mode: KVMode) -> None:
+    case = make_case(TORCH, (4, 1, 128, 128, 16), ([150, 2], [3, 70]), mode, framed=mode.quantised)
+    attend = TiledAttention(TORCH.paged_attention, interpreted=True, unpacked_bytes=0, most_shared=LITTLE)
+    check(case, mode, attend=attend)
+
+
+def test_heads_that_little_shared_memory_does_not_hold_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    case = make_case(TORCH, (2, 1, 256, 256, 16), ([5, 1], [3, 20]), KVMode.INT4)
+    attend = TiledAttention(TORCH.paged_attention, interpreted=True, most_shared=LITTLE)
+    for _ in range(2):
+        check(case, KVMode.INT4, attend=attend)
+    told = "no Triton kernel for int4 heads of 256 elements in 101376 bytes of shared memory; torch does the work"
+    assert [told in message for message in caplog.messages] == [True]

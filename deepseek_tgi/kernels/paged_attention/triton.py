@@ -11,6 +11,7 @@ import torch
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import ACTIVATIONS
 from deepseek_tgi.kernels.compiler import BuildError
+from deepseek_tgi.kernels.cuda.machine import shared_limit
 from deepseek_tgi.kernels.frame import PlacedFrame
 from deepseek_tgi.kernels.paged_attention import PagedAttention, check_paged_attention
 from deepseek_tgi.kernels.pages import LayerPages
@@ -23,7 +24,9 @@ from deepseek_tgi.kernels.triton_use import triton_unfit
 logger = logging.getLogger(__name__)
 
 MODES = {"bfloat16": 0, "float16": 1, "int8": 2, "fp8_e4m3fn": 3, "int4": 4}
-LARGEST_HEAD = 256
+LARGEST_HEAD, USUAL_HEAD = 256, 128
+HOPPER_SHARED, PROMPT_SHARED = shared_limit(90), 128 << 10
+"""Bytes of shared memory: what blocks of the GPUs that this is tuned for have, and what the usual prompts want."""
 UNPACKED_BYTES = 512 << 20
 """Quantised contexts of prompts are read into bfloat16 once, if they take no more than this."""
 _UNPACKED_TOKENS = 32
@@ -36,16 +39,27 @@ def provide(kernels: KernelSet) -> KernelSet:
     unfit = triton_unfit()
     if unfit is not None:
         raise BuildError(f"paged_attention: {unfit}")
-    return replace(kernels, paged_attention=TiledAttention(kernels.paged_attention))
+    where, most = kernels.device, HOPPER_SHARED
+    if where.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(where)
+        most = shared_limit(major * 10 + minor)
+    return replace(kernels, paged_attention=TiledAttention(kernels.paged_attention, most_shared=most))
 
 
 class TiledAttention:
     """The op: formats and sizes that the kernel does not take go to `others`, which is said once a reason."""
 
     def __init__(
-        self, others: PagedAttention, *, interpreted: bool = False, unpacked_bytes: int = UNPACKED_BYTES
+        self,
+        others: PagedAttention,
+        *,
+        interpreted: bool = False,
+        unpacked_bytes: int = UNPACKED_BYTES,
+        most_shared: int = HOPPER_SHARED,
     ) -> None:
+        """`most_shared`: bytes of shared memory that a block may have."""
         self._others = others
+        self._most_shared = most_shared
         self._unpacked_bytes = unpacked_bytes
         self._interpreted = interpreted
         self._said: set[str] = set()
@@ -71,11 +85,7 @@ class TiledAttention:
             check_paged_attention(q, pages, inputs, out, placed, dtypes=ACTIVATIONS)
             self._checked.note(True, operands, like)
         y = q.new_empty((*q.shape[:2], pages.v_dim)) if out is None else out
-        unfit = None
-        if pages.mode not in MODES:
-            unfit = f"pages of {pages.mode}"
-        elif max(pages.k_dim, pages.v_dim) > LARGEST_HEAD:
-            unfit = f"heads of more than {LARGEST_HEAD} elements"
+        unfit = self._unfit(pages, placed)
         if unfit is not None:
             if unfit not in self._said:
                 self._said.add(unfit)
@@ -84,6 +94,18 @@ class TiledAttention:
         if y.numel():
             self._launch(q, y, pages, inputs, scale=scale, placed=placed)
         return y
+
+    def _unfit(self, pages: LayerPages, placed: PlacedFrame | None) -> str | None:
+        """Why the kernel does not read such pages here, if so."""
+        widest = max(pages.k_dim, pages.v_dim)
+        if pages.mode not in MODES:
+            return f"pages of {pages.mode}"
+        if widest > LARGEST_HEAD:
+            return f"heads of more than {LARGEST_HEAD} elements"
+        centred = pages.quantised and placed is not None and placed.frame.centre is not None
+        if widest > USUAL_HEAD and (centred or pages.mode == "int4") and self._most_shared < HOPPER_SHARED:
+            return f"{pages.mode} heads of {widest} elements in {self._most_shared} bytes of shared memory"
+        return None
 
     def _launch(
         self,
@@ -109,7 +131,9 @@ class TiledAttention:
         key = pages.kept(_shape), ratio, rotary, prompts, unpacked
         way = self._ways.get(key)
         if way is None:
-            way = self._ways[key] = _way(pages, ratio, rotary, prompts=prompts, unpacked=unpacked)
+            way = self._ways[key] = _way(
+                pages, ratio, rotary, prompts=prompts, unpacked=unpacked, most_shared=self._most_shared
+            )  # fmt: skip
         if unpacked:
             plain = torch.empty(room, dtype=torch.uint8, device=q.device)
             self._unpack((plain, page), pages, inputs, (centre, cos_sin), (way, key))
@@ -190,7 +214,9 @@ class Way:
     unpacked_bytes: tuple[int, int]
 
 
-def _way(pages: LayerPages, ratio: int, rotary: int, *, prompts: bool, unpacked: bool) -> Way:
+def _way(
+    pages: LayerPages, ratio: int, rotary: int, *, prompts: bool, unpacked: bool, most_shared: int
+) -> Way:  # fmt: skip
     stored = tile_constants(pages, 1, rotary)
     names: tuple[str, ...] = ("MODE", "BLOCK", "CENTRE", "ROTARY", "MARK")
     names += tuple(f"{key}{x}" for key in ("D", "P", "GROUP_", "SIZE_", "TURN_") for x in "KV")
@@ -201,7 +227,8 @@ def _way(pages: LayerPages, ratio: int, rotary: int, *, prompts: bool, unpacked:
         )
         pages, rotary = LayerPages(k, v, None, None, "bfloat16", size), 0
     centred, parts = rotary > 0, 1 + rest
-    cut = tile_shape(pages, None if prompts else ratio, centred=centred, parts=parts)
+    rows = None if prompts else ratio
+    cut = tile_shape(pages, rows, centred=centred, parts=parts, most_shared=most_shared)
     return Way(
         constants=tile_constants(pages, ratio, rotary) | {"BM": cut["BM"], "BN": cut["BN"], "REST": rest},
         cut=cut,
@@ -244,16 +271,21 @@ def tile_constants(pages: LayerPages, ratio: int, rotary: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def tile_shape(pages: LayerPages, rows: int | None, *, centred: bool, parts: int = 1) -> dict[str, int]:
+def tile_shape(
+    pages: LayerPages, rows: int | None, *, centred: bool, parts: int = 1, most_shared: int = HOPPER_SHARED
+) -> dict[str, int]:
     """How many rows and keys, of `parts` parts, a program takes, for requests of at most `rows` rows.
 
     Prompts of any length (None) have one shape: another is another kernel to compile while a request waits.
     """
-    wide = max(pages.k_dim, pages.v_dim) > 128 or centred or pages.mode == "int4"
+    large, roomy = max(pages.k_dim, pages.v_dim) > USUAL_HEAD, most_shared >= PROMPT_SHARED
+    wide = large or centred or pages.mode == "int4"
     most = 64 if wide else 128
     size = most if rows is None or rows > 16 else 16
-    keys = 32 if wide else 128 if size >= 128 and parts == 1 and pages.mode in ("bfloat16", "float16") else 64
-    stages = 1 if pages.mode == "int4" else 2 if wide or size >= 128 else 3
+    many = size >= 128 and parts == 1 and pages.mode in ("bfloat16", "float16") and roomy
+    keys = 32 if wide else 128 if many else 64
+    single = pages.mode == "int4" or (centred and (large or not roomy))
+    stages = 1 if single else 2 if wide or size >= 128 else 3
     return {"BM": size, "BN": keys, "num_warps": 8 if size >= 128 else 4, "num_stages": stages}
 
 
