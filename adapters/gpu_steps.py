@@ -187,14 +187,14 @@ class GpuSteps:
         return able if group is None else bool(group.smallest(int(able)))
 
     def go_on_preparing(self) -> bool:
-        """Record one more batch size; False if none is left."""
+        """Record one more batch size, or stretch of short prompts; False if none is left."""
         if self._graphs is None:
             return False
         self._choose_device()
         return self._graphs.record_next() or self._record_prompts()
 
     def _record_prompts(self) -> bool:
-        """One more number of a prompt's tokens; what cannot be recorded is launched as ever."""
+        """One more stretch of short prompts; what cannot be recorded is launched as ever."""
         try:
             return self._prompts is not None and self._prompts.record_next()
         except (RuntimeError, GenerationError) as error:

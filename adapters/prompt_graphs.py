@@ -11,15 +11,15 @@ Rows that are over are zeros where they enter. They belong to no request and are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from deepseek_tgi.adapters.decode_graphs import Capture, Replay
-from deepseek_tgi.adapters.layers.part import AttentionPart, RowPart, StepContext
+from deepseek_tgi.adapters.layers.part import AttentionPart, Part, RowPart, StepContext
 from deepseek_tgi.adapters.models.decoder import Buffers, Decoder
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.pages import PagesByLayer
@@ -53,6 +53,16 @@ class Recorded:
     last: Replay
 
 
+@dataclass(slots=True)
+class Begun:
+    """A size that is being recorded: the parts to come, the stretches there are, what the next one begins with."""
+
+    size: int
+    parts: Iterator[tuple[Part, Buffers]]
+    stretches: list[Stretch] = field(default_factory=list)
+    works: list[Callable[[], None]] = field(default_factory=list)
+
+
 class PromptGraphs:
     """Owner of the recorded stretches of one model, and of the memory they work in. For one thread."""
 
@@ -64,6 +74,7 @@ class PromptGraphs:
         self._capture = capture
         self._guard = guard
         self._left = sorted(sizes, reverse=True)  # smaller ones fit into memory that larger ones left
+        self._begun: Begun | None = None
         self._scratch = decoder.scratch(self._left[0])
         self._hidden = torch.zeros(self._left[0], decoder.weights.head.norm.size, device=device)
         self._recorded: dict[int, Recorded] = {}
@@ -74,23 +85,32 @@ class PromptGraphs:
         return sorted(self._recorded)
 
     def record_next(self) -> bool:
-        """Record one more size; False if none is left."""
-        if not self._left:
+        """Record one more stretch; False if none is left. A size of which one cannot be recorded is left out.
+
+        One alone: who comes meanwhile waits for no more, and ranks learn of one that cannot before the next exchange.
+        """
+        begun, self._begun = self._begun or self._begin(), None
+        if begun is None:
             return False
-        size = self._left.pop(0)
-        hidden = self._hidden[:size]
-        stretches: list[Stretch] = []
-        works: list[Callable[[], None]] = []
-        for part, buffers in zip(self._decoder.parts, self._scratch.cut(size), strict=True):
+        hidden = self._hidden[: begun.size]
+        for part, buffers in begun.parts:
             if isinstance(part, AttentionPart):
-                works.append(partial(part.before, hidden, buffers))
-                stretches.append(Stretch(self._record(works), part, buffers))
-                works = [partial(part.after, hidden, buffers)]
-            else:
-                assert isinstance(part, RowPart), f"{type(part).__name__} is neither kind of part"
-                works.append(partial(part, hidden, buffers))
-        self._recorded[size] = Recorded(stretches, self._record(works))
+                begun.works.append(partial(part.before, hidden, buffers))
+                begun.stretches.append(Stretch(self._record(begun.works), part, buffers))
+                begun.works = [partial(part.after, hidden, buffers)]
+                self._begun = begun
+                return True
+            assert isinstance(part, RowPart), f"{type(part).__name__} is neither kind of part"
+            begun.works.append(partial(part, hidden, buffers))
+        self._recorded[begun.size] = Recorded(begun.stretches, self._record(begun.works))
         return True
+
+    def _begin(self) -> Begun | None:
+        """The next size; None if none is left."""
+        if not self._left:
+            return None
+        size = self._left.pop(0)
+        return Begun(size, zip(self._decoder.parts, self._scratch.cut(size), strict=True))
 
     def run(self, inputs: ForwardInputs, pages: PagesByLayer) -> torch.Tensor | None:
         """Logits of `inputs`, on the device, if about so many tokens are recorded; else None."""

@@ -17,6 +17,7 @@ import torch
 from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.decode_graphs import DecodeGraphs, GraphSpec, usual_buckets
 from deepseek_tgi.adapters.gpu_steps import GpuModel, GpuSteps
+from deepseek_tgi.adapters.layers.part import AttentionPart
 from deepseek_tgi.adapters.prompt_graphs import sizes_up_to
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.adapters.together import Together
@@ -310,6 +311,10 @@ class TwoRuns(Recorder):
         return run
 
 
+def stretches_of(model: QuantizedModelAdapter) -> int:
+    return sum(isinstance(part, AttentionPart) for part in model._decoder.parts) + 1
+
+
 def opened(model: QuantizedModelAdapter, ranks: Ranks, fails: int = 0) -> tuple[GpuSteps, KVPool]:
     recorder = type("Failing", (TwoRuns,), {"fails": fails})
     gpu = GpuModel(model._decoder, recordable(), model.info.vocab_size, 16, (1, 2, 3), ranks)  # type: ignore[arg-type]
@@ -327,7 +332,8 @@ def test_ranks_record_all_sizes_or_none(model: QuantizedModelAdapter, caplog: py
     assert ranks.asked[: len(own)] == own, "all, what is needed, each size, and that none is left"
     assert steps._prompts is not None
     assert steps._prompts.recorded == list(sizes_up_to(3 * 32))
-    assert ranks.asked[len(own) :] == [1] * (2 + len(steps._prompts.recorded)), "the same for prompts"
+    stretches = len(steps._prompts.recorded) * stretches_of(model)
+    assert ranks.asked[len(own) :] == [1] * (2 + stretches), "the same for prompts, each stretch of them"
     for others, fails, asked, why in (
         ([0], 0, [1], "another rank cannot record them"),
         ([1, 1, 1, 0], 0, [1, 1, 1, 1], "another rank cannot record them"),
@@ -341,6 +347,25 @@ def test_ranks_record_all_sizes_or_none(model: QuantizedModelAdapter, caplog: py
         assert ranks.asked == asked
         assert not ranks.ended
         assert f": {why}" in caplog.text
+
+
+def test_ranks_record_the_stretches_of_prompts_in_step(
+    model: QuantizedModelAdapter, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoding, runs = 6, 2 * 3  # questions and runs of what decodes
+    for others, fails, taken, asked, why in (
+        ([1] * (decoding + 1) + [1, 0], 0, 2 * 2, [1, 1, 1], "another rank cannot record them"),
+        ([], runs + 4, 2 * 2, [1, 1, 0], "out of memory"),
+    ):
+        caplog.clear()
+        ranks = Ranks(others)
+        with caplog.at_level(logging.INFO):
+            steps, _ = opened(model, ranks, fails)
+        assert steps._graphs is not None, "decode steps are recorded all the same"
+        assert steps._prompts is None
+        assert ranks.asked[decoding:] == asked, "nobody goes on to an exchange that not all come to"
+        assert steps._make_capture.runs == runs + taken  # type: ignore[attr-defined]
+        assert f"slower: {why}" in caplog.text
 
 
 def test_an_error_in_a_step_that_other_ranks_take_before_recording_is_fatal(model: QuantizedModelAdapter) -> None:

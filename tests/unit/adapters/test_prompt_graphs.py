@@ -122,6 +122,52 @@ def test_the_largest_are_recorded_first(model: QuantizedModelAdapter) -> None:
     assert not graphs.record_next()
 
 
+def stretches_of(model: QuantizedModelAdapter) -> int:
+    return sum(isinstance(part, AttentionPart) for part in model._decoder.parts) + 1
+
+
+def test_stretches_are_recorded_one_by_one_while_steps_are_taken(model: QuantizedModelAdapter) -> None:
+    captured = 0
+
+    def counting(run: Callable[[], None]) -> Callable[[], None]:
+        nonlocal captured
+        captured += 1
+        return record(run)
+
+    graphs = PromptGraphs(model._decoder, (32, 64), CPU, counting)
+    plain_pool, pool = pools_of(model)
+    for done in range(1, 2 * stretches_of(model) + 1):
+        assert graphs.record_next()
+        assert captured == done, "who comes meanwhile waits for one"
+        inputs = step_of([64], [0])
+        recorded = graphs.run(inputs, LayerByLayer(pool))
+        assert (recorded is None) == (done < stretches_of(model)), "no step goes through part of a model"
+        if recorded is not None:
+            assert torch.equal(recorded, model.step(inputs, plain_pool))
+    assert not graphs.record_next()
+    assert graphs.recorded == [32, 64]
+
+
+def test_a_size_that_cannot_be_recorded_is_left_out(model: QuantizedModelAdapter) -> None:
+    left = stretches_of(model)
+
+    def failing_once(run: Callable[[], None]) -> Callable[[], None]:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise RuntimeError("out of memory")
+        return record(run)
+
+    graphs = PromptGraphs(model._decoder, (32, 64), CPU, failing_once)
+    for _ in range(stretches_of(model) - 1):
+        graphs.record_next()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graphs.record_next()
+    while graphs.record_next():
+        pass
+    assert graphs.recorded == [32]
+
+
 def test_other_ranks_are_waited_for_in_the_first_run_of_a_stretch_alone(model: QuantizedModelAdapter) -> None:
     entered = 0
 
@@ -132,8 +178,9 @@ def test_other_ranks_are_waited_for_in_the_first_run_of_a_stretch_alone(model: Q
         yield
 
     graphs = PromptGraphs(model._decoder, (32,), CPU, record, guard)
-    graphs.record_next()
-    stretches = sum(isinstance(part, AttentionPart) for part in model._decoder.parts) + 1
+    while graphs.record_next():
+        pass
+    stretches = stretches_of(model)
     assert entered == stretches
     graphs.run(step_of([32], [0]), LayerByLayer(pools_of(model)[0]))
     assert entered == stretches
