@@ -6,7 +6,7 @@ constexpr int GROUPS_AT_MOST = 32;
 
 // What a warp works in.
 struct Int4Room {
-  float y[LARGEST], along[LARGEST], work[LARGEST];
+  float y[LARGEST], along[LARGEST];
   float limit[GROUPS_AT_MOST], below[GROUPS_AT_MOST], later[GROUPS_AT_MOST];  // of groups
   u8 codes[LARGEST];
 };
@@ -21,41 +21,53 @@ DEVICE float level_size(int i) {
 }
 DEVICE float int4_scale(int byte) { return half_float((u16)(byte << 7)) / 64.0f; }
 
-// `v [width]` times the Hadamard matrix of `size` rows, along it as often as it fits, times `factor` (a power of two).
+// `v [width]`, element lane + 32 j in `v[j]`, times the Hadamard matrix of `size` rows, along it as often as it fits, times
+// `factor` (a power of two).
 template <int width>
-DEVICE void rotate_heads(float* v, float factor) {
+DEVICE void rotate_heads(float (&v)[width / 32], float factor) {
   constexpr int size = width & -width;
-  const int lane = lane_id();
-  warp_sync();
-#pragma unroll 1
-  for (int half = size / 2; half; half /= 2) {
-    float next[(width + 31) / 32];
+#pragma unroll
+  for (int apart = size / 64; apart; apart /= 2)
+#pragma unroll
+    for (int j = 0; j < width / 32; j++)
+      if (!(j & apart)) {
+        const float a = v[j], b = v[j + apart];
+        v[j] = plus(a, b), v[j + apart] = minus(a, b);
+      }
+#pragma unroll
+  for (int half = 16; half; half /= 2)
 #pragma unroll
     for (int j = 0; j < width / 32; j++) {
-      const int i = lane + 32 * j;
-      next[j] = i & half ? minus(v[i - half], v[i]) : plus(v[i], v[i + half]);
+      const float other = shuffle_xor(v[j], half);
+      v[j] = lane_id() & half ? minus(other, v[j]) : plus(v[j], other);
     }
-    warp_sync();
 #pragma unroll
-    for (int j = 0; j < width / 32; j++) v[lane + 32 * j] = next[j];
-    warp_sync();
-  }
-#pragma unroll
-  for (int j = 0; j < width / 32; j++) v[lane + 32 * j] *= factor;
-  warp_sync();
+  for (int j = 0; j < width / 32; j++) v[j] *= factor;
 }
-// The sum of `v [width]`, which it destroys: half onto half while the length is even, then in order.
+// The sum of such a vector: half onto half while the length is even, then in order. `room` holds it where lanes do not.
 template <int width>
-DEVICE float fold_all(float* v) {
+DEVICE float fold_all(float (&v)[width / 32], float* room) {
   constexpr int odd = width / (width & -width);
+  if constexpr (odd == 1) {
+#pragma unroll
+    for (int apart = width / 64; apart; apart /= 2)
+#pragma unroll
+      for (int j = 0; j < apart; j++) v[j] = plus(v[j], v[j + apart]);
+#pragma unroll
+    for (int half = 16; half; half /= 2) v[0] = plus(v[0], shuffle_xor(v[0], half));
+    return v[0];
+  }
+  warp_sync();
+#pragma unroll
+  for (int j = 0; j < width / 32; j++) room[lane_id() + 32 * j] = v[j];
   warp_sync();
 #pragma unroll 1
   for (int half = width / 2; half >= odd; half /= 2) {
-    for (int i = lane_id(); i < half; i += 32) v[i] = plus(v[i], v[i + half]);
+    for (int i = lane_id(); i < half; i += 32) room[i] = plus(room[i], room[i + half]);
     warp_sync();
   }
-  float total = v[0];
-  for (int i = 1; i < odd; i++) total = plus(total, v[i]);
+  float total = room[0];
+  for (int i = 1; i < odd; i++) total = plus(total, room[i]);
   warp_sync();
   return total;
 }
@@ -75,32 +87,31 @@ DEVICE void store_int4(Int4Room& room, const float (&x)[HELD], u8* row, u8* para
   constexpr float shrink = 1.0f / (1 << bits / 2);
   constexpr float longer = (float)size / (1 << 2 * (bits / 2));
   const int lane = lane_id();
+  constexpr int held = width / 32;
+  float y[held], along[held], work[held];
 #pragma unroll
-  for (int j = 0; j < width / 32; j++) room.y[lane + 32 * j] = within(x[j], HALF_MAX);
-  rotate_heads<width>(room.y, shrink);
+  for (int j = 0; j < held; j++) y[j] = within(x[j], HALF_MAX);
+  rotate_heads<width>(y, shrink);
   int mark = 0;
   if (centre) {
 #pragma unroll
-    for (int j = 0; j < width / 32; j++) room.along[lane + 32 * j] = turned(centre, lane + 32 * j, turn, rotary);
-    rotate_heads<width>(room.along, shrink);
+    for (int j = 0; j < held; j++) along[j] = turned(centre, lane + 32 * j, turn, rotary);
+    rotate_heads<width>(along, shrink);
 #pragma unroll
-    for (int j = 0; j < width / 32; j++) {
-      const int i = lane + 32 * j;
-      room.along[i] = minus(room.y[i], room.along[i]);
-      room.work[i] = times(room.along[i], room.along[i]);
+    for (int j = 0; j < held; j++) {
+      along[j] = minus(y[j], along[j]);
+      work[j] = times(along[j], along[j]);
     }
-    const float off = fold_all<width>(room.work);
+    const float off = fold_all<width>(work, room.along);
 #pragma unroll
-    for (int j = 0; j < width / 32; j++) room.work[lane + 32 * j] = times(room.y[lane + 32 * j], room.y[lane + 32 * j]);
-    mark = off <= fold_all<width>(room.work);
-    if (mark) {
+    for (int j = 0; j < held; j++) work[j] = times(y[j], y[j]);
+    mark = off <= fold_all<width>(work, room.along);
 #pragma unroll
-      for (int j = 0; j < width / 32; j++) room.y[lane + 32 * j] = room.along[lane + 32 * j];
-    }
+    for (int j = 0; j < held; j++) y[j] = mark ? along[j] : y[j];
   }
   bool lost = false;
 #pragma unroll
-  for (int j = 0; j < width / 32; j++) lost |= room.y[lane + 32 * j] != room.y[lane + 32 * j];
+  for (int j = 0; j < held; j++) lost |= y[j] != y[j], room.y[lane + 32 * j] = y[j];
   if (warp_ballot(lost)) {
     for (int i = lane; i < width / 2; i += 32) row[i] = 0x77;
     for (int i = lane; i < groups; i += 32) params[i] = LOST_BYTE;
@@ -109,25 +120,28 @@ DEVICE void store_int4(Int4Room& room, const float (&x)[HELD], u8* row, u8* para
   const float part = aim ? weight / longer : 0.0f;
   if (aim) {
 #pragma unroll
-    for (int j = 0; j < width / 32; j++) room.along[lane + 32 * j] = turned(aim, lane + 32 * j, turn, rotary);
-    rotate_heads<width>(room.along, shrink);
+    for (int j = 0; j < held; j++) along[j] = turned(aim, lane + 32 * j, turn, rotary);
+    rotate_heads<width>(along, shrink);
     // What groups need of others that does not depend on their codes, of as many groups at a time as lanes hold.
-    float squares[width / 32];
 #pragma unroll
-    for (int j = 0; j < width / 32; j++) {
-      const float u = room.along[lane + 32 * j];
-      squares[j] = fold_lanes<group>(times(u, u));
-      float limit = fabsf(room.y[lane + 32 * j]);
+    for (int j = 0; j < held; j++) {
+      room.along[lane + 32 * j] = along[j];
+      work[j] = fold_lanes<group>(times(along[j], along[j]));
+      float limit = fabsf(y[j]);
 #pragma unroll
       for (int mask = group / 2; mask; mask /= 2) limit = fmaxf(limit, shuffle_xor(limit, mask));
       if (lane % group == 0) room.limit[(lane + 32 * j) / group] = times(limit, 0.125f);
     }
-    float ahead = 0.0f;
+    float ahead = 0.0f, own = 0.0f, behind = 0.0f;  // of the group that the lane has the number of
 #pragma unroll
     for (int index = groups - 1; index >= 0; index--) {
-      if (lane == index) room.later[index] = part / plus(1.0f, times(part, ahead));
-      ahead = plus(ahead, shuffle(squares[index * group / 32], index * group % 32));
-      if (lane == index) room.below[index] = plus(1.0f, times(part, ahead));
+      behind = lane == index ? ahead : behind;
+      ahead = plus(ahead, shuffle(work[index * group / 32], index * group % 32));
+      own = lane == index ? ahead : own;
+    }
+    if (lane < groups) {
+      room.later[lane] = part / plus(1.0f, times(part, behind));
+      room.below[lane] = plus(1.0f, times(part, own));
     }
   }
   warp_sync();
