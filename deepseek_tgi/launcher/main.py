@@ -211,14 +211,18 @@ def _run_children(plan: Plan, children: list[Child], paths: list[str], signals: 
 
 
 def stop(child: Child, timeout_s: float, signals: StopSignals) -> None:
-    """SIGTERM and `timeout_s` to finish in, then SIGKILL to its group; at once after a second signal."""
+    """SIGTERM and `timeout_s` to finish in, then SIGKILL to its group; at once after a second signal.
+
+    A child that gets no time is no longer needed: nobody is warned of it.
+    """
     if child.exit_code() is not None:
         return
     logger.info("Terminating %s", child.spec.name)
     child.terminate()
     if not child.wait(timeout_s + child.spec.closing_s, hurry=signals.hurry):
-        why = "was asked to hurry" if signals.hurry() else "did not end in time"
-        logger.warning("%s %s: killed", child.spec.name, why)
+        if timeout_s or signals.hurry():
+            why = "was asked to hurry" if signals.hurry() else "did not end in time"
+            logger.warning("%s %s: killed", child.spec.name, why)
         child.kill()
         child.wait(10.0)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deepseek_tgi.config import LauncherConfig
-from deepseek_tgi.launcher import kernels
+from deepseek_tgi.launcher import kernels, shards
+from deepseek_tgi.launcher.main import StopSignals, stop
+from deepseek_tgi.launcher.process import Child, Spec
 
 _STAND_IN = """#!/bin/sh
 if [ "$1" = --version ]; then echo stand-in; exit 0; fi
@@ -49,3 +53,19 @@ def test_the_library_is_in_the_cache_before_a_shard_asks(tmp_path: Path) -> None
 )
 def test_nothing_is_compiled_that_no_shard_will_load(tmp_path: Path, options: dict[str, str]) -> None:
     assert started(tmp_path, **options) == []
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.0, []), (0.1, ["deaf did not end in time: killed"])])
+def test_who_is_given_no_time_to_end_is_not_said_to_be_late(
+    seconds: float, told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    deaf = tmp_path / "deaf"
+    argv = ("/bin/sh", "-c", f"trap '' TERM; : > {deaf}; sleep 60")
+    child = Child(Spec("deaf", argv, dict(os.environ), shards.relog))
+    deadline = time.monotonic() + 30.0
+    while not deaf.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    stop(child, seconds, StopSignals())
+    assert child.exit_code() is not None
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == told
