@@ -30,6 +30,10 @@ GRAPH_BYTES = 8 << 20
 PROMPT_BYTES = 16 << 20
 """The same of a prompt's size, which is many graphs."""
 ANOTHER_RANK = "another rank cannot record them"
+STRETCHES = 8
+"""Of short prompts that are recorded at once, in some 16 ms: who comes meanwhile waits, and at most 20 times a second
+there is a gap to record in.
+"""
 PROMPTS_PLAIN = "short prompts are not recorded in graphs, and slower: %s"
 T = TypeVar("T")
 
@@ -187,11 +191,11 @@ class GpuSteps:
         return able if group is None else bool(group.smallest(int(able)))
 
     def go_on_preparing(self) -> bool:
-        """Record one more batch size, or stretch of short prompts; False if none is left."""
+        """Record one more batch size, or a few stretches of short prompts; False if none is left."""
         if self._graphs is None:
             return False
         self._choose_device()
-        return self._graphs.record_next() or self._record_prompts()
+        return self._graphs.record_next() or all(self._record_prompts() for _ in range(STRETCHES))
 
     def _record_prompts(self) -> bool:
         """One more stretch of short prompts; what cannot be recorded is launched as ever."""

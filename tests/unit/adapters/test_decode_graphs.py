@@ -16,7 +16,7 @@ import torch
 
 from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.decode_graphs import DecodeGraphs, GraphSpec, usual_buckets
-from deepseek_tgi.adapters.gpu_steps import GpuModel, GpuSteps
+from deepseek_tgi.adapters.gpu_steps import STRETCHES, GpuModel, GpuSteps
 from deepseek_tgi.adapters.layers.part import AttentionPart
 from deepseek_tgi.adapters.prompt_graphs import sizes_up_to
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
@@ -231,6 +231,28 @@ def test_a_recorded_model_gives_the_plain_models_logits_and_pages(model: Quantiz
         assert torch.equal(pages[0] == 0, pages[1] == 0), "padding is stored nowhere"
     for pool in pools:
         pool.close()
+
+
+def test_prompts_are_recorded_a_few_stretches_at_a_time(model: QuantizedModelAdapter) -> None:
+    class Counting(Recorder):
+        captured = 0
+
+        def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+            Counting.captured += 1
+            return super().__call__(run)
+
+    gpu = GpuModel(model._decoder, recordable(), model.info.vocab_size, model.kv_layout.block_size, (1,))
+    steps = GpuSteps(gpu, CPU, Counting)
+    steps.open_pool(KVPool(model.kv_layout, 4), 1, 300)
+    assert Counting.captured == 1, "what a model needs to be ready"
+    pieces, before = [], 1
+    while steps.go_on_preparing():
+        pieces.append(Counting.captured - before)
+        before = Counting.captured
+    assert set(pieces) == {STRETCHES}, "neither a whole size nor one alone, for which there may be no gap"
+    assert steps._prompts is not None
+    assert steps._prompts.recorded == list(sizes_up_to(300))
+    assert Counting.captured == 1 + len(sizes_up_to(300)) * stretches_of(model)
 
 
 def test_another_pool_and_prompts_are_not_replayed(model: QuantizedModelAdapter) -> None:
