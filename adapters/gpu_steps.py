@@ -78,6 +78,8 @@ class GpuSteps:
         self._pool: KVPool | None = None
         self._graphs: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
+        self._room = 0
+        """Memory that recorded prompts may still take."""
         self._parked: ParkedWeights | None = None
 
     def step(self, inputs: ForwardInputs, pool: KVPool) -> torch.Tensor:
@@ -153,7 +155,8 @@ class GpuSteps:
         group = self._model.group
         try:
             prompts = self._on_all(partial(self._made_for_prompts, sizes))
-            while group is not None and self._on_all(prompts.record_next):
+            self._room = self._prompt_bytes(sizes)
+            while group is not None and self._on_all(partial(self._record_size, prompts)):
                 pass
         except DeviceError:
             raise
@@ -200,11 +203,23 @@ class GpuSteps:
     def _record_prompts(self) -> bool:
         """One more stretch of short prompts; what cannot be recorded is launched as ever."""
         try:
-            return self._prompts is not None and self._prompts.record_next()
+            return self._prompts is not None and self._record_size(self._prompts)
         except (RuntimeError, GenerationError) as error:
             logger.warning(PROMPTS_PLAIN, str(error).splitlines()[0])
             self._prompts = None
             return False
+
+    def _record_size(self, prompts: PromptGraphs) -> bool:
+        """The same for any. Raises `GenerationError` if it took more memory than was planned."""
+        before = self._reserved_bytes()
+        more = prompts.record_next()
+        self._room -= self._reserved_bytes() - before
+        if self._room < 0:
+            raise GenerationError(f"they take {-self._room / 1e6:.0f} MB more than was planned")
+        return more
+
+    def _reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
 
     def close_pool(self) -> None:
         """Forget the graphs over the pool that was open."""
@@ -230,9 +245,12 @@ class GpuSteps:
         spec = self._model.spec(max_requests, max_tokens)
         if spec is None:
             return 0
-        decoder, sizes = self._model.decoder, sizes_up_to(max_requests * max_tokens)
-        steps = decoder.workspace_bytes(spec.largest, 0) + decoder.workspace_bytes(sizes[-1], 0)
-        return spec.nbytes + steps + GRAPH_BYTES * len(spec.buckets) + PROMPT_BYTES * len(sizes)
+        step = self._model.decoder.workspace_bytes(spec.largest, 0)
+        prompts = self._prompt_bytes(sizes_up_to(max_requests * max_tokens))
+        return spec.nbytes + step + GRAPH_BYTES * len(spec.buckets) + prompts
+
+    def _prompt_bytes(self, sizes: Sequence[int]) -> int:
+        return self._model.decoder.workspace_bytes(max(sizes), 0) + PROMPT_BYTES * len(sizes)
 
     def _choose_device(self) -> None:
         """A thread begins on the first GPU, and may have been on another since."""

@@ -24,7 +24,7 @@ from deepseek_tgi.adapters.models.decoder import Buffers, Decoder
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.pages import PagesByLayer
 
-SIZES = (32, 64, 96, 128, 192, 256)
+SIZES = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 """Numbers of tokens that are recorded."""
 MOST_PADDING = 64
 """Rows that may be over: more would cost the GPU what the host saves."""

@@ -34,6 +34,7 @@ from tests.benchmarks.gpu.whole_model import (
     Run,
     cache_and_inputs,
     prompt_inputs,
+    record,
     write_test_tokenizer,
 )
 from tests.benchmarks.measure import circumstances
@@ -137,7 +138,9 @@ def decode_row(run: Run, batch: int, context: int) -> dict[str, Any]:
 def prefill_row(run: Run, tokens: int) -> dict[str, Any]:
     """A prompt in one step."""
     pool, inputs = prompt_inputs(run, tokens)
+    record(run, pool, tokens)
     seconds = timed(lambda: run.adapter.step(inputs, pool).argmax(-1).tolist(), 1)
+    run.adapter.close_pool()
     pool.close()
     return {"what": "prefill", "tokens": tokens, **seconds}
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter
+from deepseek_tgi.adapters.prompt_graphs import SIZES
 from deepseek_tgi.core import ForwardInputs, SamplingParams
 from deepseek_tgi.errors import DeepseekTgiError
 from deepseek_tgi.kv.pool import KVPool
@@ -175,6 +176,7 @@ def decode_row(run: Run, batch: int, context: int, bandwidth: float) -> dict[str
 def prefill_row(run: Run, tokens: int) -> dict[str, Any]:
     """A prompt of `tokens` in one step, nothing cached before it."""
     pool, inputs = prompt_inputs(run, tokens)
+    record(run, pool, tokens)
 
     def read_back() -> object:
         return run.adapter.step(inputs, pool).argmax(-1).tolist()
@@ -182,6 +184,7 @@ def prefill_row(run: Run, tokens: int) -> dict[str, Any]:
     read_back()  # to its end: what is still under way would count as the first repeat's
     wall = [_wall_seconds(read_back, 1) for _ in range(REPEATS if tokens <= 4096 else 3)]
     middle = statistics.median(wall)
+    run.adapter.close_pool()
     pool.close()
     _forget()
     print(
@@ -192,6 +195,14 @@ def prefill_row(run: Run, tokens: int) -> dict[str, Any]:
         "what": "prefill", "tokens": tokens, "wall_s": middle, "wall_spread_s": [min(wall), max(wall)],
         "tokens_per_s": tokens / middle,
     }  # fmt: skip
+
+
+def record(run: Run, pool: KVPool, tokens: int) -> None:
+    """All that a shard records while it idles, where a prompt of `tokens` is of a size that it records."""
+    if tokens <= SIZES[-1]:
+        run.adapter.open_pool(pool, 1, MAX_TOKENS)
+        while run.adapter.go_on_preparing():
+            pass
 
 
 def prompt_inputs(run: Run, tokens: int) -> tuple[KVPool, ForwardInputs]:

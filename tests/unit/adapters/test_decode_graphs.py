@@ -296,6 +296,25 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(
     assert not steps.go_on_preparing()
 
 
+def test_prompts_that_take_more_memory_than_was_planned_are_launched_as_ever(
+    model: QuantizedModelAdapter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = iter(range(0, 1 << 40, 1 << 28))
+    monkeypatch.setattr(GpuSteps, "_reserved_bytes", lambda self: next(taken))
+    steps, pool = steps_of(model, recordable(), (1,)), KVPool(model.kv_layout, 4)
+    steps.open_pool(pool, 1, 32)
+    opened = steps._prompts
+    assert opened is not None
+    with caplog.at_level(logging.WARNING):
+        while steps.go_on_preparing():
+            pass
+    assert steps._prompts is None
+    assert "short prompts are not recorded in graphs, and slower: they take " in caplog.text
+    inputs = decode_inputs([0], torch.tensor([[1, 2]], dtype=torch.int32))
+    expected = model.step(inputs, KVPool(model.kv_layout, 4))
+    torch.testing.assert_close(steps.step(inputs, pool), expected, atol=1e-4, rtol=1e-4)
+
+
 class Ranks:
     """The other ranks of a group: `others` is what they say to each question in turn, 1 once it is over."""
 
