@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from deepseek_tgi.kernels.cuda.heads import HeadWriter
 from deepseek_tgi.kernels.device_set import operators
 from deepseek_tgi.kernels.frame import Frame
 from deepseek_tgi.kernels.paged_attention.cuda import PagedAttentionOp, PagedDecode
+from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kernels.qkv_attention import HeadNorms
 from deepseek_tgi.kernels.qkv_attention.cuda import QkvAttentionOp
 from deepseek_tgi.kv.layout import KVLayout, KVMode
@@ -130,3 +132,27 @@ def test_heads_that_do_not_fit_the_pages_are_refused() -> None:
         make_op()(
             q, k, v, pool.view(0), inputs, cos_sin=torch.ones(64, 64), scale=1.0, out=torch.empty(2, HEADS, WIDTH)
         )
+
+
+def test_operands_that_change_after_a_good_call_are_looked_at_again() -> None:
+    pool, wider = (KVPool(KVLayout(2, heads, WIDTH, WIDTH, KVMode.INT8), 9) for heads in (KV_HEADS, 2 * KV_HEADS))
+    inputs = step([1, 1], [40, 17], torch.tensor([[3, 1, 5, 6], [2, 4, 7, 8]], dtype=torch.int32))
+    pool.storage.zero_()
+    heads = torch.randn(2, HEADS + 2 * KV_HEADS, WIDTH)
+    (q, k, v), out, op = heads.split((HEADS, KV_HEADS, KV_HEADS), 1), torch.empty(2, HEADS, WIDTH), make_op()
+
+    def call(v: torch.Tensor, pages: LayerPages, inputs: ForwardInputs, cos_sin: torch.Tensor) -> None:
+        op(q, k, v, pages, inputs, cos_sin=cos_sin, scale=1.0, out=out)
+
+    good = v, pool.view(0), inputs, torch.ones(64, WIDTH)
+    call(*good)
+    call(v, pool.view(1), inputs, good[3])
+    for bad, what in (
+        ((v[..., :32], *good[1:]), "got v"),
+        ((v, wider.view(0), *good[2:]), "got k"),
+        ((*good[:2], replace(inputs, slots=inputs.slots.int()), good[3]), "got slots"),
+        ((*good[:3], good[3].double()), "got cos_sin"),
+    ):
+        with pytest.raises(GenerationError, match=f"qkv_attention: {what}"):
+            call(*bad)
+    call(*good)
