@@ -156,7 +156,7 @@ class GpuSteps:
         try:
             prompts = self._on_all(partial(self._made_for_prompts, sizes))
             self._room = self._prompt_bytes(sizes)
-            while group is not None and self._on_all(partial(self._record_size, prompts)):
+            while group is not None and self._on_all(partial(self._record_stretch, prompts)):
                 pass
         except DeviceError:
             raise
@@ -203,13 +203,13 @@ class GpuSteps:
     def _record_prompts(self) -> bool:
         """One more stretch of short prompts; what cannot be recorded is launched as ever."""
         try:
-            return self._prompts is not None and self._record_size(self._prompts)
+            return self._prompts is not None and self._record_stretch(self._prompts)
         except (RuntimeError, GenerationError) as error:
             logger.warning(PROMPTS_PLAIN, str(error).splitlines()[0])
             self._prompts = None
             return False
 
-    def _record_size(self, prompts: PromptGraphs) -> bool:
+    def _record_stretch(self, prompts: PromptGraphs) -> bool:
         """The same for any. Raises `GenerationError` if it took more memory than was planned."""
         before = self._reserved_bytes()
         more = prompts.record_next()

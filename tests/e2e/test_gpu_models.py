@@ -116,7 +116,10 @@ def test_recorded_prompts_are_the_plain_ones(family_dir: Path) -> None:
     recorded = chunked(family_dir, options, (exact,))
     assert torch.equal(recorded[-1], plain[-1]), "of as many tokens as there are"
     plain = chunked(family_dir, replace(options, cuda_graphs=()), [padded] * 6)
-    require_near(chunked(family_dir, options, [padded] * 6), plain, 1e-2)
+    # A step of four rows rounds what its norms make in another place than one of many (`int4_linear.cuda_fused`), to
+    # which it is padded here: rounded one way and the other, in float32 on a CPU, rows of these models are up to 2 %
+    # apart, each as far from those that are not rounded.
+    require_near(chunked(family_dir, options, [padded] * 6), plain, TOLERANCE)
 
 
 @pytest.mark.parametrize("buckets", [(1, 2, 3), (4,)], ids=["fitting", "padded"])
