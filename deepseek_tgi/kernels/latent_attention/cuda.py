@@ -23,7 +23,7 @@ from deepseek_tgi.kernels.common import ACTIVATIONS, ComputeDtype
 from deepseek_tgi.kernels.compiler import BuildError
 from deepseek_tgi.kernels.cuda.machine import machine_of
 from deepseek_tgi.kernels.latent_attention import PackedUp, check_latent_attention
-from deepseek_tgi.kernels.latent_attention.decode import VALUES, LatentDecode, unfit
+from deepseek_tgi.kernels.latent_attention.decode import VALUES, WIDE_FROM, LatentDecode, unfit
 from deepseek_tgi.kernels.latent_attention.expanded import ExpandedAttention
 from deepseek_tgi.kernels.latent_attention.plain import attend
 from deepseek_tgi.kernels.latent_attention.requests import Single, Whole, split
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FEW = 4
-"""Rows of a decode step up to which the kernel that puts parts together goes on to the values."""
 SEVERAL = 64
 """Rows up to which the products around the kernel are kernels of our own: they begin before the launch ahead ends."""
 
@@ -147,7 +145,7 @@ class CudaLatentAttention:
         out: torch.Tensor,
     ) -> None:
         """The rest of a decode step, whose `queries [H, B, R]` are in latent space already."""
-        if len(out) <= FEW:
+        if len(out) == 1 and out.shape[1] < WIDE_FROM:  # values follow where parts are put together; one launch less
             self.decode(queries, rotary, pages, step, scale, values=(up.values, out))
         else:
             self.decode.values(self.decode(queries, rotary, pages, step, scale), up.rows, out)

@@ -19,7 +19,7 @@ _SIGNATURE = "pllpll" + "pppiplp" + "iifppi"
 _COMBINE_SIGNATURE = "pppiiii" + "plp"
 PRODUCT_THREADS, COLUMNS, VALUES = 128, 64, 16
 """Of the products around attention: threads, columns of latent space and values of a block."""
-LEAST_TOKENS = 128
+LEAST_TOKENS = 64
 """Positions that a block takes at least: fewer cost more in putting the parts together than they win."""
 
 
