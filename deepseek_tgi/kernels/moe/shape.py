@@ -78,7 +78,7 @@ class PanelWay:
 Way = OneWay | StreamWay | SortedWay | PanelWay
 
 ONE = OneWay(16, 2)
-STREAM = StreamWay(16, 4, 4, 32)
+STREAM = StreamWay(16, 2, 4, 32)
 _MOST_PAIRS = 12
 """Of tiles that a block has, whose sums are in registers."""
 FEW = SortedWay(8, warps=8, wide=False)
