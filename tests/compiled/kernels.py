@@ -41,13 +41,17 @@ writes none of these, so they are read as constants or copied. In all others a r
 ALONE = {"int4_dequantise"}
 """Kernels that are never launched before the one ahead has ended."""
 WAIT_FOR_EARLIER = "ACQBULK"
-GLOBAL_READ, CONSTANT_READ = r"(LDG|LDGSTS|LD)\..*", r"LDG\..*CONSTANT|LDGSTS\..*"
+EARLY_LOAD = r"LDG\.E\.NA\.LTC128B\.128"
+"""What `load_early` comes to, and nothing else."""
+GLOBAL_READ, CONSTANT_READ = r"(LDG|LDGSTS|LD)\..*", rf"LDG\..*CONSTANT|LDGSTS\..*|{EARLY_LOAD}"
 WARPGROUP_WAIT = r"WARPGROUP\.DEPBAR.*"
 
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """A spec that ships, its bounds, and what its code must have on each architecture, or `at_most` so often."""
+    """A spec that ships, its bounds, and what its code must have on each architecture, or `at_most` so often; on Hopper
+    `ahead` so many early loads before it waits for the kernel ahead.
+    """
 
     spec: KernelSpec
     max_registers: int
@@ -55,6 +59,7 @@ class CudaKernel:
     archs: tuple[str, ...] = (HOPPER, AMPERE)
     must_not: tuple[str, ...] = ()
     at_most: tuple[tuple[str, int], ...] = ()
+    ahead: int = 0
 
     def __str__(self) -> str:
         macros = "-".join(f"{key.lower()}{value}" for key, value in self.spec.defines)

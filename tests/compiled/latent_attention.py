@@ -46,7 +46,7 @@ CUDA = [
     CudaKernel(combine_spec("int8", CUTS["int8"], 16, 2), 64, archs=(HOPPER,)),
     CudaKernel(combine_spec("int8", CUTS["int8"], 16, 8, 128), 64),
     CudaKernel(queries_spec(128), 96, (WIDE_COPY, MATRIX_BF16, r"LDSM\.16\.MT88\.4")),
-    CudaKernel(values_spec(128, 128), 96, (WIDE_LOAD, MATRIX_BF16)),
+    CudaKernel(values_spec(128, 128), 96, (WIDE_LOAD, MATRIX_BF16), ahead=8),
     CudaKernel(ready_spec("int8", 16, 128), 96, (WIDE_COPY, MATRIX_BF16)),
     *(CudaKernel(unpack_spec(mode, 16), 80, (WIDE_LOAD, r"STG\.E\.128.*")) for mode in MODES),
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from compiled.kernels import (
     ALONE,
     CONSTANT_READ,
     EARLY,
+    EARLY_LOAD,
     HOPPER,
     MOST_SHARED,
     Compiled,
@@ -75,6 +76,8 @@ def test_cuda_kernel(kernel: CudaKernel, arch: str, tmp_path: Path) -> None:
     check(kernel, compiled)
     if arch == HOPPER:
         check_order(kernel.spec.name, compiled)
+        loads = [instruction for instruction in compiled.early or () if re.fullmatch(EARLY_LOAD, instruction)]
+        assert len(loads) >= kernel.ahead, "the compiler moved loads behind the wait for the kernel ahead"
 
 
 @pytest.mark.parametrize(("kernel", "arch"), TRITON, ids=[f"{kernel}-{arch}" for kernel, arch in TRITON])

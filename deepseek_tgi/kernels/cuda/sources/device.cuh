@@ -211,10 +211,11 @@ DEVICE u16 load_once2(const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u16 %0, [%1];" : "=h"(r) : "l"(p));
   return r;
 }
-// Weights that are to be under way before wait_for_earlier: what a compiler takes for constant, it reads behind that.
+// Weights that are to be under way before wait_for_earlier: what a compiler takes for constant (ld.global.nc too), it may
+// read behind that.
 DEVICE words4 load_early(const void* p) {
   words4 r;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
                : "l"(p)
                : "memory");
