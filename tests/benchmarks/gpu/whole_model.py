@@ -7,7 +7,7 @@ clock over many steps launched one behind the other, `wall` that of steps whose 
 serving must, and `ahead` the same where each step is launched, with tokens that only the device knows, before those of
 the one before it are read: how an engine takes them while no request ends.
 Tokens a second are wall figures. Floors are bytes over the read bandwidth measured first. Weights are random, pages
-hold random codes.
+hold what the model stores of a random prompt.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from deepseek_tgi.adapters.base import LoadOptions, ModelAdapter
 from deepseek_tgi.adapters.prompt_graphs import SIZES
 from deepseek_tgi.core import ForwardInputs, SamplingParams
 from deepseek_tgi.errors import DeepseekTgiError
+from deepseek_tgi.kv.layout import CacheLayout
 from deepseek_tgi.kv.pool import KVPool
 from deepseek_tgi.logits.pipeline import Choosing, SamplingPlan, identity, sampling_state
 from deepseek_tgi.logits.watermark import Watermark
@@ -41,6 +42,7 @@ MODELS = {"llama": LLAMA_8B, "qwen": QWEN_7B, "lite": V2_LITE}
 BATCHES, CONTEXTS, PROMPTS = (1, 16, 32), (1024, 8192, 32768), (512, 4096, 32768)
 MAX_TOKENS = 33024
 STEPS, REPEATS, SAMPLE_S = 20, 5, 0.1
+FILL_TOKENS = 1024
 _LEFT_FREE_BYTES = 6 << 30
 
 
@@ -207,30 +209,48 @@ def record(run: Run, pool: KVPool, tokens: int) -> None:
 
 def prompt_inputs(run: Run, tokens: int) -> tuple[KVPool, ForwardInputs]:
     """A pool, and the step that stores a prompt of `tokens` in it."""
-    pool, decode = cache_and_inputs(run, 1, tokens)
-    ids = torch.randint(0, 1000, (tokens,))
+    layout = run.adapter.kv_layout
+    blocks = -(-tokens // layout.block_size)
+    pool = KVPool(layout, 1 + blocks, run.device)
+    return pool, _prompt_of(torch.randint(0, 1000, (tokens,)), torch.randperm(blocks, dtype=torch.int32) + 1, layout)
+
+
+def _prompt_of(ids: torch.Tensor, table: torch.Tensor, layout: CacheLayout) -> ForwardInputs:
+    tokens, size = len(ids), layout.block_size
     positions = torch.arange(tokens, dtype=torch.int32)
-    size = pool.layout.block_size
-    inputs = ForwardInputs(
+    return ForwardInputs(
         input_ids=ids,
         positions=positions,
-        slots=decode.block_tables[0].long()[positions // size] * size + positions % size,
+        slots=table.long()[positions // size] * size + positions % size,
         cu_seqlens=torch.tensor([0, tokens], dtype=torch.int32),
-        block_tables=decode.block_tables,
+        block_tables=table[None],
         cache_lens=torch.zeros(1, dtype=torch.int32),
         logit_rows=torch.tensor([tokens - 1]),
         max_seqlen=tokens,
         max_context=tokens,
     )
-    return pool, inputs
+
+
+def _fill(run: Run, pool: KVPool) -> None:
+    """Every block with what the model stores of a prompt, over and over.
+
+    Bytes drawn at random have a mean that attention adds to all tokens alike, whose routers then choose alike.
+    """
+    layout = run.adapter.kv_layout
+    count = min(pool.num_blocks - 1, -(-FILL_TOKENS // layout.block_size))
+    table = torch.arange(1, count + 1, dtype=torch.int32)
+    run.adapter.step(_prompt_of(torch.randint(0, 1000, (count * layout.block_size,)), table, layout), pool)
+    for start in range(1 + count, pool.num_blocks, count):
+        rest = pool.storage[start : start + count]
+        rest.copy_(pool.storage[1 : 1 + len(rest)])
 
 
 def cache_and_inputs(run: Run, batch: int, context: int) -> tuple[KVPool, ForwardInputs]:
-    """A pool of random codes, its blocks dealt out in no order, and the step that adds the last token to each."""
+    """A pool of stored tokens, its blocks dealt out in no order, and the step that adds the last token to each."""
     layout = run.adapter.kv_layout
     blocks = -(-context // layout.block_size)
     pool = KVPool(layout, 1 + batch * blocks, run.device)
-    pool.storage.random_(0x30, 0x40)  # finite in every format
+    _fill(run, pool)
     tables = (torch.randperm(batch * blocks, dtype=torch.int32) + 1).view(batch, blocks)
     last = context - 1
     lens = torch.full((batch,), last, dtype=torch.int32)

@@ -86,10 +86,11 @@ DEVICE void multiply_line(float (&to)[2], const u8* line, const u8* codes, const
   }
 }
 
-// gated[slot] = silu(gate) * up of the only token. Grid: BLOCKS.
+// gated[slot] = silu(gate) * up of the only token. What the kernel ahead may still be writing, `ids` as well, is not said to
+// be constant: such reads may come before the wait. Grid: BLOCKS.
 extern "C" __global__ void __maxnreg__(80)
-    moe_gate_up_one(const u16* x, const u8* __restrict__ codes, const u8* __restrict__ metas,
-                    const int* __restrict__ ids, u16* __restrict__ gated) {
+    moe_gate_up_one(const u16* x, const u8* __restrict__ codes, const u8* __restrict__ metas, const int* ids,
+                    u16* __restrict__ gated) {
   __shared__ float sums[PAIRS][2][TILE_ROWS][WARPS + 1];
   const int lane = lane_id(), warp = threadIdx.x / 32, block = blockIdx.x;
   u8* const queue = dynamic_shared() + warp * (DEPTH * PAIR_BYTES);
