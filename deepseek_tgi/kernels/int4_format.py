@@ -27,12 +27,11 @@ what the name says).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from deepseek_tgi.kernels.int8_format import HALF_MAX, half_towards
-from deepseek_tgi.kernels.latent_format import LEVELS, hadamard, scale_of
+from deepseek_tgi.kernels.latent_format import LEVELS, MIDDLES, constant, hadamard, level_values, scale_of
 from deepseek_tgi.kernels.precision import int4_group
 
 TRIALS = 4
@@ -113,7 +112,7 @@ def quantise_rotated(
 
 def dequantise_rotated(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Vectors as stored, still rotated: `[..., D] float32`."""
-    levels = _levels(codes.device)[torch.cat((codes & 15, codes >> 4), -1).long()]
+    levels = level_values(codes.device)[torch.cat((codes & 15, codes >> 4), -1).long()]
     return (levels.view(*scales.shape, -1) * scale_of(scales).unsqueeze(-1)).flatten(-2)
 
 
@@ -197,11 +196,6 @@ def _best(
 def _nearest(y: torch.Tensor, target: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of `target [..., g]` at `scale [..., 1]`, and what they are off from `y`."""
     steps = target / torch.where(scale > 0, scale, 1.0)
-    middles = [(a + b) / 2 for a, b in pairwise(LEVELS)]
-    index = torch.bucketize(steps.abs(), torch.tensor(middles, device=y.device))  # the smaller where two are as near
+    index = torch.bucketize(steps.abs(), constant(MIDDLES, y.device))  # the smaller where two are as near
     codes = torch.where(steps > 0, 8 + index, 7 - index)
-    return codes, _levels(y.device)[codes] * scale - y
-
-
-def _levels(device: torch.device) -> torch.Tensor:
-    return torch.tensor([*(-level for level in reversed(LEVELS)), *LEVELS], device=device)
+    return codes, level_values(y.device)[codes] * scale - y

@@ -20,6 +20,7 @@ data; this has 22.0 dB on all we tried. Rejected: a zero for each group, which c
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -33,7 +34,7 @@ LEVELS = (6.0, 18.0, 31.0, 45.0, 60.0, 77.0, 98.0, 127.0)
 TURNED = (3, 7, 11, 12, 13, 14)
 """Elements of every sixteen whose signs turn before the rotation."""
 SCALE_TRIALS = 4
-_MIDDLES = tuple((a + b) / 2 for a, b in pairwise(LEVELS))
+MIDDLES = tuple((a + b) / 2 for a, b in pairwise(LEVELS))
 _SCALE_UNIT = 64.0
 _NAN_BYTE = 0xFC
 _MANTISSA_STEP, _WIDEST_GAP = 2.0**-3, 14.5
@@ -67,7 +68,7 @@ def dequantise_latent(codes: torch.Tensor, scale: torch.Tensor, mode: str) -> to
 def dequantise_rotated(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """INT4 as stored, in the rotated space of its groups: `[..., R] float32`."""
     parts = codes.view(*scale.shape, -1)
-    levels = _levels(codes.device)[torch.cat((parts & 15, parts >> 4), -1).long()]
+    levels = level_values(codes.device)[torch.cat((parts & 15, parts >> 4), -1).long()]
     return (levels * scale_of(scale).unsqueeze(-1)).flatten(-2)
 
 
@@ -107,9 +108,16 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def signs(group: int, device: torch.device | None = None) -> torch.Tensor:
+def signs(group: int, device: torch.device) -> torch.Tensor:
     """Diagonal of D, `[group]`."""
-    return torch.tensor([-1.0 if i % 16 in TURNED else 1.0 for i in range(group)], device=device)
+    return constant(tuple(-1.0 if i % 16 in TURNED else 1.0 for i in range(group)), device)
+
+
+@cache
+def constant(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """The same tensor for every caller, to be read: a CUDA graph cannot record that numbers come from the host."""
+    with torch.inference_mode(mode=False):
+        return torch.tensor(numbers, device=device)
 
 
 def unrotate(y: torch.Tensor) -> torch.Tensor:
@@ -140,17 +148,16 @@ def _quantise_rotated(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _nearest(y: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of `y [..., g]` at `scale [..., 1]` and the group's squared error, summed half onto half."""
     steps = y / torch.where(scale > 0, scale, 1.0)
-    index = torch.bucketize(
-        steps.abs(), torch.tensor(_MIDDLES, device=y.device)
-    )  # the smaller level where two are equally near
+    index = torch.bucketize(steps.abs(), constant(MIDDLES, y.device))  # the smaller level where two are equally near
     index = torch.where(steps.isnan(), 0, index)
     codes = torch.where(steps > 0, 8 + index, 7 - index)
-    error = (y - _levels(y.device)[codes] * scale).square()
+    error = (y - level_values(y.device)[codes] * scale).square()
     while error.shape[-1] > 1:
         low, high = error.chunk(2, -1)
         error = low + high
     return codes.to(torch.uint8), error.squeeze(-1)
 
 
-def _levels(device: torch.device) -> torch.Tensor:
-    return torch.tensor([*(-level for level in reversed(LEVELS)), *LEVELS], device=device)
+def level_values(device: torch.device) -> torch.Tensor:
+    """What codes stand for, `[16]`."""
+    return constant((*(-level for level in reversed(LEVELS)), *LEVELS), device)

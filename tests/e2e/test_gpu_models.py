@@ -140,6 +140,16 @@ def test_recorded_steps_choose_what_their_logits_say(family_dir: Path, buckets: 
             assert chosen[row] == expected[row] or not sure[step][row]
 
 
+@pytest.mark.parametrize("cache", CACHES)
+def test_steps_are_recorded_over_every_cache_where_torch_attends(cache: str) -> None:
+    """The bundled model's latents are narrower than what the kernels read."""
+    with loaded("demo", replace(GPU, kv_cache_dtype=cache, cuda_graphs=(4,))) as adapter:
+        walk = Walk(adapter, PROMPTS)
+        walk.decode([5, 6, 7])
+        walk.close()
+    assert len(walk.best) == 1, "the decode step, and not the prompts'"
+
+
 def test_two_runs_give_the_same_bits(family_dir: Path) -> None:
     first, fed = walked(family_dir, GPU, PROMPTS)
     second, again = walked(family_dir, GPU, PROMPTS)

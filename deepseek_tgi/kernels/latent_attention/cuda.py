@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -200,11 +201,18 @@ class CudaLatentAttention:
             self.from_queries(self.decode.queries(rest, up.rows), rotary, pages, up, step, scale=scale, out=out)
             return
         queries = torch.bmm(rest, up.keys)
-        if unfit(pages) is None:
+        reason = unfit(pages)
+        if reason is None:
             sums = self.decode(queries, rotary, pages, step, scale)
         else:
+            _say_once(reason)
             sums = attend(queries, rotary, pages, step, scale=scale, capacity=capacity)
         torch.bmm(sums, up.values.transpose(1, 2), out=out.transpose(0, 1))
+
+
+@cache
+def _say_once(reason: str) -> None:
+    logger.warning("latent_attention: no CUDA kernel for %s; torch does the work, which is slower", reason)
 
 
 def _shape(pages: LatentPages) -> tuple[int, int, int]:
