@@ -19,8 +19,10 @@ _SIGNATURE = "pllpll" + "pppiplp" + "iifppi"
 _COMBINE_SIGNATURE = "pppiiii" + "plp"
 PRODUCT_THREADS, COLUMNS, VALUES = 128, 64, 16
 """Of the products around attention: threads, columns of latent space and values of a block."""
-LEAST_TOKENS = 64
-"""Positions that a block takes at least: fewer cost more in putting the parts together than they win."""
+LEAST_TOKENS, LONE_LEAST_TOKENS = 64, 128
+"""Positions that a block takes at least: fewer cost more in putting the parts together than they win. Of a lone request
+with few heads twice as many: its values are made where parts are put together.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class LatentDecode:
         scale: float,
         *,
         cut: Cut | None = None,
-        least_tokens: int = LEAST_TOKENS,
+        least_tokens: int = 0,
         values: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """`softmax(scale * (absorbed latent + rotary rope)) latent` as `[H, B, R]`, bfloat16 like both queries.
@@ -145,6 +147,7 @@ class LatentDecode:
         queries and result are in the groups' rotated space.
 
         `values` are rows `[H, Dv, R]` and a result `[B, H, Dv]`, dense, both bfloat16: then that is what is made.
+        `least_tokens` of a block: 0 stands for what was measured to be best.
         """
         tables, cached = step
         heads, batch = absorbed.shape[:2]
@@ -155,6 +158,7 @@ class LatentDecode:
         kernel = wide_spec(pages.mode, pages.block_size) if wide else decode_spec(pages.mode, pages.block_size, cut)
         row_tiles = -(-heads // rows)
         blocks = blocks_for(max(1, self._num_processors * cut.blocks // row_tiles), batch)
+        least_tokens = least_tokens or (LONE_LEAST_TOKENS if batch == 1 and not wide else LEAST_TOKENS)
         least = max(1, least_tokens // cut.tokens)
         slots = (blocks + batch) * row_tiles * rows
         parts = torch.empty(slots, RANK, dtype=torch.float32, device=absorbed.device)
