@@ -204,6 +204,8 @@ class GpuSteps:
         """One more stretch of short prompts; what cannot be recorded is launched as ever."""
         try:
             return self._prompts is not None and self._record_stretch(self._prompts)
+        except DeviceError:
+            raise
         except (RuntimeError, GenerationError) as error:
             logger.warning(PROMPTS_PLAIN, str(error).splitlines()[0])
             self._prompts = None

@@ -18,7 +18,7 @@ from deepseek_tgi.adapters.base import LoadOptions
 from deepseek_tgi.adapters.decode_graphs import DecodeGraphs, GraphSpec, usual_buckets
 from deepseek_tgi.adapters.gpu_steps import STRETCHES, GpuModel, GpuSteps
 from deepseek_tgi.adapters.layers.part import AttentionPart
-from deepseek_tgi.adapters.prompt_graphs import sizes_up_to
+from deepseek_tgi.adapters.prompt_graphs import PromptGraphs, sizes_up_to
 from deepseek_tgi.adapters.quantized import QuantizedModelAdapter
 from deepseek_tgi.adapters.together import Together
 from deepseek_tgi.core import ForwardInputs
@@ -313,6 +313,21 @@ def test_prompts_that_take_more_memory_than_was_planned_are_launched_as_ever(
     inputs = decode_inputs([0], torch.tensor([[1, 2]], dtype=torch.int32))
     expected = model.step(inputs, KVPool(model.kv_layout, 4))
     torch.testing.assert_close(steps.step(inputs, pool), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_device_that_fails_while_prompts_are_recorded_is_not_taken_for_a_slow_one(
+    model: QuantizedModelAdapter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, pool = steps_of(model, recordable(), (1,)), KVPool(model.kv_layout, 4)
+    steps.open_pool(pool, 1, 32)
+
+    def fail(self: object) -> bool:
+        raise DeviceError("unspecified launch failure")
+
+    monkeypatch.setattr(PromptGraphs, "record_next", fail)
+    with pytest.raises(DeviceError, match="unspecified launch failure"):
+        steps.go_on_preparing()
+    assert "short prompts are not recorded" not in caplog.text
 
 
 class Ranks:
