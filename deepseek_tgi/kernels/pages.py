@@ -9,10 +9,26 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 T = TypeVar("T")
+P = TypeVar("P", bound="Kept")
+
+
+class Kept:
+    """Pages that remember what was worked out from them in their field `derived`."""
+
+    __slots__ = ()
+    derived: dict[Any, Any]
+
+    def kept(self: P, work_out: Callable[[P], T]) -> T:
+        """`work_out(self)`, done once: it looks at how the pages lie, not at what they hold."""
+        try:
+            found: T = self.derived[work_out]
+        except KeyError:
+            found = self.derived[work_out] = work_out(self)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPages:
+class LayerPages(Kept):
     """One layer's keys and values in every page; a view of memory that `KVPool` owns.
 
     Shapes: `k [P, G, S, Dk]`, `v [P, G, S, Dv]` of `dtype` (uint8 when quantised; `[P, G, S, D/2]` for INT4),
@@ -30,14 +46,6 @@ class LayerPages:
     """What the native kernels derived from this view, once."""
     derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """The same of `kept`."""
-
-    def kept(self, work_out: Callable[[LayerPages], T]) -> T:
-        """`work_out(self)`, done once: it looks at how the pages lie, not at what they hold."""
-        try:
-            found: T = self.derived[work_out]
-        except KeyError:
-            found = self.derived[work_out] = work_out(self)
-        return found
 
     @property
     def quantised(self) -> bool:
@@ -66,7 +74,7 @@ class LayerPages:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentPages:
+class LatentPages(Kept):
     """One layer's latents and rotary keys in every page; a view of memory that `KVPool` owns.
 
     Shapes: `latent [P, S, R]` (uint8 when quantised; `[P, S, R/2]` for INT4, two elements a byte), `rope [P, S, Dr]`,
@@ -84,14 +92,6 @@ class LatentPages:
     """What the native kernels derived from this view, once."""
     derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """The same of `kept`."""
-
-    def kept(self, work_out: Callable[[LatentPages], T]) -> T:
-        """`work_out(self)`, done once: it looks at how the pages lie, not at what they hold."""
-        try:
-            found: T = self.derived[work_out]
-        except KeyError:
-            found = self.derived[work_out] = work_out(self)
-        return found
 
     @property
     def rope_dim(self) -> int:
