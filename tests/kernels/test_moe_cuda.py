@@ -80,8 +80,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "chunks":
         monkeypatch.setattr(cuda_experts, "MOST_TOKENS", 3)
     if request.param in {"panels", "sorted"}:  # of one token as well
-        monkeypatch.setattr(shape, "_SHARED_BYTES", {})
-        monkeypatch.setattr(shape, "_LEAST_SHARED_BYTES", 0)
+        monkeypatch.setattr(shape, "_FIXED_BYTES", 1 << 20)
     if request.param == "panels":
         monkeypatch.setattr(shape, "_PANELS_FROM", 0)
     return str(request.param)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_tgi.kernels.cuda.machine import Machine
+from deepseek_tgi.kernels.cuda.machine import Machine, shared_limit
 from deepseek_tgi.kernels.cuda.program import KernelSpec, spec
 from deepseek_tgi.kernels.int4_linear.layout import CHUNK, TILE_ROWS, CudaInt4
 
@@ -15,7 +15,7 @@ SIGNATURE = "ppplpppiiiiii"
 TOKENS = (16, 32, 64, 128, 256)
 MOST_ROWS = 512
 """Beyond this, a weight nobody has measured is dequantised and multiplied by torch."""
-_SHARED_LIMIT = 232_448
+_SHARED_LIMIT = shared_limit(90)
 _WARPGROUP_ROWS = 64
 _WARPGROUPS = (4, 2, 1)
 _CLUSTERS = (1, 2, 4, 8)

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from deepseek_tgi.kernels.cuda.machine import Machine
+from deepseek_tgi.kernels.cuda.machine import Machine, shared_limit
 from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec, Tiles, spec
 from deepseek_tgi.kernels.int4_linear.layout import CHUNK, TILE_ROWS, CudaInt4
 from deepseek_tgi.kernels.int4_linear.stream import clusters_at_once
@@ -22,7 +22,7 @@ _WARPGROUPS = {16: (1, 2, 3, 4), 32: (1, 2, 3, 4), 64: (1, 2, 3, 4), 128: (1, 2,
 """By tokens: more would leave a thread too few registers for its sums."""
 _CLUSTERS = (1, 2, 4, 8)
 _STAGES = (12, 10, 8, 6, 5, 4)
-_SHARED_LIMIT, _MULTIPROCESSOR_BYTES, _BLOCK_BYTES = 232_448, 233_472, 1024
+_SHARED_LIMIT, _MULTIPROCESSOR_BYTES, _BLOCK_BYTES = shared_limit(90), 228 << 10, 1024
 _COPYING_REGISTERS = 32
 """Of a thread that does not multiply."""
 _WARPGROUP_ROWS = 64

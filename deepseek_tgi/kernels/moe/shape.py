@@ -23,9 +23,8 @@ _STAGE = 128
 _SORTED = "ppppppp"
 _WARPGROUPS = 90
 """The only capability that has their instructions."""
-_SHARED_BYTES = {80: 135 << 10, 87: 135 << 10, 90: 199 << 10}
-_LEAST_SHARED_BYTES = 71 << 10
-"""Dynamic shared memory that a block may have, by capability, and elsewhere: 28 KiB are left for what is fixed."""
+_FIXED_BYTES = 28 << 10
+"""Of a block's shared memory: left for what is not dynamic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ class LayerShape:
         """Whether both kernels of a single token find their memory and registers on a device."""
         tiles, blocks = self.inner // TILE, machine.multiprocessors
         pairs = -(-self.pieces * tiles // blocks) + -(-self.top_k * tiles // blocks)
-        limit = _SHARED_BYTES.get(machine.capability, _LEAST_SHARED_BYTES)
+        limit = shared_limit(machine.capability) - _FIXED_BYTES
         return pairs <= _MOST_PAIRS and max(self._one_bytes(ONE)) <= limit
 
     def _one_bytes(self, way: OneWay) -> tuple[int, int]:
@@ -175,7 +174,7 @@ class LayerShape:
 
     def _fits_stream(self, machine: Machine) -> bool:
         """Whether both kernels of a few tokens find their memory on a device."""
-        return self._stream_bytes(STREAM) <= _SHARED_BYTES.get(machine.capability, _LEAST_SHARED_BYTES)
+        return self._stream_bytes(STREAM) <= shared_limit(machine.capability) - _FIXED_BYTES
 
     def _stream_bytes(self, way: StreamWay) -> int:
         slot = 2 * self._tile_bytes + _ROWS * self.stage * 2
