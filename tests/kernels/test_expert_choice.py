@@ -13,7 +13,7 @@ from oracles.routing import route as written_out
 
 from deepseek_tgi.kernels.cuda.machine import Machine
 from deepseek_tgi.kernels.dense_linear.cuda import CudaDense
-from deepseek_tgi.kernels.expert_choice.cuda import CudaChooseExperts, Parts, _say_once
+from deepseek_tgi.kernels.expert_choice.cuda import CudaChooseExperts, Parts
 from deepseek_tgi.kernels.route import GroupRank, Routing, Scoring
 
 NOTHING = cast("Any", None)
@@ -108,7 +108,6 @@ def test_what_the_kernel_does_not_know_goes_through_the_parts_which_is_told_once
     calls: list[str] = []
     parts = Parts(*(lambda *_, name=name: calls.append(name) for name in ("norm", "gate", "route")))  # type: ignore[arg-type]
     op = CudaChooseExperts(OP.machine, parts)
-    _say_once.cache_clear()
     with caplog.at_level("INFO"):
         for _ in range(2):
             op(

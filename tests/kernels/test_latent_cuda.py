@@ -12,7 +12,7 @@ from oracles import latents as oracle
 
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.errors import GenerationError
-from deepseek_tgi.kernels.latent_attention import cuda, expanded
+from deepseek_tgi.kernels.latent_attention import expanded
 from deepseek_tgi.kernels.latent_attention.cuda import CudaLatentAttention, CudaUp
 from deepseek_tgi.kernels.latent_attention.decode import HOPPER, MODES, RANK, ROPE, LatentDecode
 from deepseek_tgi.kernels.latent_attention.expanded import ExpandedAttention
@@ -201,9 +201,9 @@ def test_a_context_leaves_its_pages_as_torchs_operators_read_it(mode: str) -> No
 
 @EVERY_MODE
 def test_latents_that_no_kernel_reads_are_attended_all_the_same(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    cuda._say_once.cache_clear()
-    attended(mode, 3, [1, 1], [0, 20], rank=48)
-    attended(mode, 3, [4, 1], [5, 20], rank=48)
+    op = emulated()
+    attended(mode, 3, [1, 1], [0, 20], rank=48, op=op)
+    attended(mode, 3, [4, 1], [5, 20], rank=48, op=op)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     sizes = f"latents of 48 and rotary keys of {ROPE} elements (512 and 64 are wanted)"
     assert said == [f"latent_attention: no CUDA kernel for {sizes}; torch does the work, which is slower"]

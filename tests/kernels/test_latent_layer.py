@@ -14,7 +14,7 @@ from oracles import latents as oracle
 
 from deepseek_tgi.kernels.latent_attention.cuda import SEVERAL, CudaLatentAttention, CudaUp
 from deepseek_tgi.kernels.latent_attention.decode import MODES, RANK, ROPE, LatentDecode
-from deepseek_tgi.kernels.latent_layer.cuda import CudaLatentLayer, _say_once
+from deepseek_tgi.kernels.latent_layer.cuda import CudaLatentLayer
 from deepseek_tgi.kernels.latent_prepare.cuda import CudaLatentPrepare, CudaLatentWrite
 from deepseek_tgi.kernels.latent_write.cpu import latent_write
 from deepseek_tgi.kv.layout import KVMode, LatentLayout
@@ -98,7 +98,6 @@ def test_other_steps_take_the_parts(why: str, caplog: pytest.LogCaptureFixture) 
         inputs = replace(inputs, max_seqlen=2)
     q = torch.zeros(batch, heads, ROPE + nope, dtype=torch.bfloat16)
     pages = KVPool(LatentLayout(1, RANK, ROPE, KVMode.INT8), 1).latents(0)
-    _say_once.cache_clear()
     caplog.set_level("INFO")
     CudaLatentLayer(part, part)(
         q, torch.zeros(batch, RANK, dtype=torch.bfloat16), q[:, 0, :ROPE], pages, inputs,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,6 +59,7 @@ class CudaChooseExperts:
 
     machine: Machine
     parts: Parts
+    _said: set[str] = field(default_factory=set)
 
     def __call__(
         self,
@@ -99,7 +99,9 @@ class CudaChooseExperts:
         exact = isinstance(gate, CudaDense) and gate.weight.dtype is torch.float32
         reason = unfit(routing, hidden.shape[1]) if exact else "a router that is not kept in float32"
         if reason is not None:
-            _say_once(reason)
+            if reason not in self._said:
+                self._said.add(reason)
+                logger.info("choose_experts: no single launch for %s; norm, router and choice are three", reason)
             return False
         dense = normed.is_contiguous() and hidden.stride(1) == 1 and hidden.stride(0) % 4 == 0
         aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (hidden, normed))
@@ -115,11 +117,6 @@ def unfit(routing: Routing, hidden: int) -> str | None:
     if max(routing.top_k, routing.num_groups) > _LANES:
         return f"{routing.top_k} experts a token out of {routing.num_groups} groups"
     return None
-
-
-@cache
-def _say_once(reason: str) -> None:
-    logger.info("choose_experts: no single launch for %s; norm, router and choice are three", reason)
 
 
 def choice_spec(routing: Routing, hidden: int, tokens: int) -> KernelSpec:

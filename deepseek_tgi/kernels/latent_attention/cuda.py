@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -102,6 +101,7 @@ class CudaLatentAttention:
     expanded: ExpandedAttention
     _checked: Seen[bool] = field(default_factory=Seen)
     _parts: Seen[tuple[Sequence[Whole], Sequence[Single]]] = field(default_factory=Seen)
+    _said: set[str] = field(default_factory=set)
 
     def __call__(
         self,
@@ -205,14 +205,11 @@ class CudaLatentAttention:
         if reason is None:
             sums = self.decode(queries, rotary, pages, step, scale)
         else:
-            _say_once(reason)
+            if reason not in self._said:
+                self._said.add(reason)
+                logger.warning("latent_attention: no CUDA kernel for %s; torch does the work, which is slower", reason)
             sums = attend(queries, rotary, pages, step, scale=scale, capacity=capacity)
         torch.bmm(sums, up.values.transpose(1, 2), out=out.transpose(0, 1))
-
-
-@cache
-def _say_once(reason: str) -> None:
-    logger.warning("latent_attention: no CUDA kernel for %s; torch does the work, which is slower", reason)
 
 
 def _shape(pages: LatentPages) -> tuple[int, int, int]:

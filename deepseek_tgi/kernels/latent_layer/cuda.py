@@ -6,8 +6,7 @@ Other steps take the parts.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +65,7 @@ class CudaLatentLayer:
 
     prepare: CudaLatentPrepare
     attend: CudaLatentAttention
+    _said: set[str] = field(default_factory=set)
 
     def __call__(
         self,
@@ -86,7 +86,7 @@ class CudaLatentLayer:
         """See the contract."""
         assert isinstance(up, CudaUp), "packed by another set of kernels"
         few = inputs.max_seqlen == 1 and 0 < q.shape[0] <= SEVERAL
-        if not (few and _takes(q, pages, up, out) and fits(q, latent, rope, pages, cos_sin)):
+        if not (few and self._takes(q, pages, up, out) and fits(q, latent, rope, pages, cos_sin)):
             self.prepare(q, latent, rope, pages, inputs, norm_weight=norm_weight, eps=eps, cos_sin=cos_sin)
             return self.attend(q, pages, up, inputs, scale=scale, out=out, form=form)
         check_prepare(q, latent, rope, pages, inputs, norm_weight=norm_weight, cos_sin=cos_sin)
@@ -106,17 +106,13 @@ class CudaLatentLayer:
         self.attend.from_queries(queries, rotary, pages, up, step, scale=scale, out=out)
         return out
 
-
-def _takes(q: torch.Tensor, pages: LatentPages, up: CudaUp, out: torch.Tensor) -> bool:
-    """Whether the one launch is for such a layer; of one that it is never for the reason is told once."""
-    reason = unfit(pages) or unfit_heads(up)
-    if reason is not None:
-        _say_once(reason)
+    def _takes(self, q: torch.Tensor, pages: LatentPages, up: CudaUp, out: torch.Tensor) -> bool:
+        """Whether the one launch is for such a layer; of one that it is never for the reason is told once."""
+        reason = unfit(pages) or unfit_heads(up)
+        if reason is None:
+            narrow = q.dtype is torch.bfloat16 and out.dtype is torch.bfloat16
+            return narrow and takes_products(q.transpose(0, 1)[..., ROPE:], up, out)
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.info("latent_layer: no single launch before attention for %s; it is several", reason)
         return False
-    narrow = q.dtype is torch.bfloat16 and out.dtype is torch.bfloat16
-    return narrow and takes_products(q.transpose(0, 1)[..., ROPE:], up, out)
-
-
-@cache
-def _say_once(reason: str) -> None:
-    logger.info("latent_layer: no single launch before attention for %s; it is several", reason)
