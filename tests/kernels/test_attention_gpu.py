@@ -10,7 +10,9 @@ from paged_cases import step
 
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import ComputeDtype
+from deepseek_tgi.kernels.cuda.machine import machine_of
 from deepseek_tgi.kernels.frame import Frame, PlacedFrame
+from deepseek_tgi.kernels.paged_attention.cuda import shared_start
 from deepseek_tgi.kernels.pages import LayerPages
 from deepseek_tgi.kernels.select import KernelSet, select_kernels
 from deepseek_tgi.kernels.vector_store import read_keys, read_vectors
@@ -270,3 +272,10 @@ def test_a_recorded_step_of_heads_equals_its_parts(
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
     assert float((out.double() - want).abs().max()) <= 2.0**-7 * float(want.abs().max())
+
+
+def test_a_gpu_says_where_shared_memory_begins() -> None:
+    device = torch.device("cuda:0")
+    start = shared_start(machine_of(device).programs, device)
+    assert start > 0, "0 is for a GPU that does not say"
+    assert start % 16 == 0

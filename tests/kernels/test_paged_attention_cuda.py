@@ -13,9 +13,9 @@ from oracles import kernels as oracle
 
 from deepseek_tgi.core import ForwardInputs
 from deepseek_tgi.kernels.common import ComputeDtype
-from deepseek_tgi.kernels.cuda.machine import machine_of, shared_limit
+from deepseek_tgi.kernels.cuda.machine import shared_limit
 from deepseek_tgi.kernels.cuda.program import Kernel, KernelSpec
-from deepseek_tgi.kernels.paged_attention.cuda import DecodeShape, PagedDecode, Tiling, shared_start
+from deepseek_tgi.kernels.paged_attention.cuda import DecodeShape, PagedDecode, Tiling
 from deepseek_tgi.kernels.select import select_kernels
 from deepseek_tgi.kv.layout import KVLayout, KVMode
 from deepseek_tgi.kv.pool import KVPool
@@ -246,9 +246,3 @@ def test_levels_are_looked_up_by_a_constant_address_where_it_is_known_and_blocks
     ]
     assert starts == [1024, 0, 0]
     assert dict(int4.spec(alone).defines)["SHARED_START"] == 0
-
-
-@pytest.mark.gpu
-def test_a_gpu_says_where_shared_memory_begins() -> None:
-    device = torch.device("cuda:0")
-    assert shared_start(machine_of(device).programs, device) % 16 == 0
